@@ -1,0 +1,85 @@
+"""One theme for everything: colours, and what a trusted page adds to the inline styles.
+
+Every colour has three values. The first, inline, is of middling lightness and has a contrast of
+about 4 on white and on near-black; it is all that an untrusted notebook keeps. The other two, for
+light and dark grounds, come with the `<style>`. Which ground it is: JupyterLab says so on `body`
+(a media query does not know, it stays light in JupyterLab Dark), then VS Code; elsewhere the page's
+own `color-scheme`, through `light-dark()`. A page that follows the reader's `prefers-color-scheme`
+declares it there; asking the media query directly would write pale ink on the white paper of a page
+that does not.
+"""
+
+from fusekit.display.markup import Html, esc, many, tag
+
+COLOURS = {  # name: (on any ground, on light, on dark)
+    "keyword": ("#9f62d8", "#7b30b8", "#c792ea"),
+    "string": ("#2c8a4b", "#1a6b35", "#8fd19e"),
+    "comment": ("#7a828e", "#636b76", "#9aa4b1"),
+    "number": ("#2f7fd0", "#0b5cad", "#82b7f5"),
+    "name": ("#c0603a", "#a0431c", "#f0a781"),  # of a def or a decorator
+    "good": ("#25884a", "#1a6b35", "#8fd19e"),
+    "bad": ("#d0524a", "#b3261e", "#ff9d94"),
+}
+TINTS = {  # of lines and words in a diff, of boxes in a drawing; thin enough for either ground
+    "added": "rgba(46,160,67,0.16)",
+    "removed": "rgba(248,81,73,0.16)",
+    "added-word": "rgba(46,160,67,0.36)",
+    "removed-word": "rgba(248,81,73,0.36)",
+    "marked": "rgba(200,150,0,0.20)",
+    "quiet": "rgba(128,128,128,0.10)",
+    "bar-unfused": "rgba(122,130,142,0.75)",
+    "bar-fused": "rgba(47,127,208,0.85)",
+}
+
+
+def ink(name: str, text: object) -> Html:
+    """`text` in a colour of the theme."""
+    return tag("span", text, f"color:{COLOURS[name][0]}", class_=f"fk-{name}")
+
+
+def verdict(ok: bool, good: str = "ok", bad: str = "failed") -> Html:
+    """A word that says it, in bold, and in colour besides."""
+    return ink("good", tag("b", good)) if ok else ink("bad", tag("b", bad))
+
+
+def notice(*parts: object) -> Html:
+    """What must not be overlooked: a framed line."""
+    style = f"margin:4px 0;padding:4px 8px;border-left:3px solid {COLOURS['name'][0]};"
+    return tag("div", many(*parts), style + f"background:{TINTS['marked']}")
+
+
+def wrap(body: Html) -> str:
+    """`body` as one output: what is in `.fk-rich` shows only where the `<style>` survives.
+
+    The sanitiser drops `<svg>` but keeps the words in it; hidden inline, they do not leak.
+    """
+    base = "font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;text-align:left"
+    return f"<style>{_style()}</style>" + tag("div", body, base, class_="fusekit")
+
+
+def document(body: Html, title: str) -> str:
+    head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{esc(title)}</title>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+
+
+def _style() -> str:
+    light = ";".join(f"--fk-{name}:{c[1]}" for name, c in COLOURS.items())
+    dark = ";".join(f"--fk-{name}:{c[2]}" for name, c in COLOURS.items())
+    either = ";".join(f"--fk-{name}:light-dark({c[1]},{c[2]})" for name, c in COLOURS.items())
+    inks = "".join(f".fusekit .fk-{name}{{color:var(--fk-{name})!important}}" for name in COLOURS)
+    mono = "var(--jp-code-font-family,var(--vscode-editor-font-family,ui-monospace,monospace))"
+    return (
+        f"@supports (color:light-dark(red,red)){{.fusekit{{{either}}}{inks}}}"
+        f'body[data-jp-theme-light="true"] .fusekit,body.vscode-light .fusekit{{{light}}}'
+        f'body[data-jp-theme-light="false"] .fusekit,body.vscode-dark .fusekit,'
+        f"body.vscode-high-contrast:not(.vscode-high-contrast-light) .fusekit{{{dark}}}"
+        f".fusekit pre,.fusekit code,.fusekit svg text{{font-family:{mono}}}"
+        ".fusekit pre{font-size:12px!important;line-height:1.5!important;tab-size:4;color:inherit}"
+        ".fusekit code{color:inherit;font-size:95%}"
+        ".fusekit table{font-variant-numeric:tabular-nums}"
+        ".fusekit tr,.fusekit td,.fusekit th{background:transparent}"
+        ".fusekit .fk-rich{display:block!important}.fusekit .fk-bare{display:none!important}"
+        ".fusekit .fk-numbers{user-select:none}"
+        ".fusekit summary:focus-visible{outline:2px solid var(--fk-number)}"
+        ".fusekit mark{color:inherit}"
+    )

@@ -1,0 +1,289 @@
+"""The forward that really runs for a module: its function, its text, or why there is none."""
+
+import ast
+import functools
+import inspect
+import linecache
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch.nn as nn
+
+from fusekit.errors import FusekitError
+from fusekit.forward.span import lines_of
+from fusekit.shown import Shown
+
+ORIGINAL = "_fusekit_original"  # on a fused module's class: the class that it stands in for
+
+
+class NoSource(FusekitError):
+    """There is no forward whose text is the code that runs; `reason` is a refusal's code."""
+
+    def __init__(self, reason: str, message: str, path: str | None = None, line: int | None = None):
+        super().__init__(message)
+        self.reason, self.path, self.line = reason, path, line
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ForwardSource(Shown):
+    """Text, file, line and AST of the forward that really runs for an instance.
+
+    `text` holds the lines of the `def` with its decorators, indented as in the file at `path`;
+    `line` is the first of them, from 1. The positions in `tree` are those of the file.
+    `wrappers` names the functions that decorators put around it, outermost first.
+    """
+
+    name: str
+    text: str
+    path: str
+    line: int
+    tree: ast.FunctionDef
+    wrappers: tuple[str, ...]
+    chain: tuple[FunctionType, ...] = field(default=())  # wrappers, outermost first, then the forward
+    file_text: str = ""
+    class_name: str | None = None  # of the class whose body holds the def: private names use it
+
+    @property
+    def function(self) -> FunctionType:
+        """The function whose text this is, without what decorators put around it."""
+        return self.chain[-1]
+
+    @property
+    def self_name(self) -> str:
+        """What the forward calls its own module: its first parameter, `self` by custom."""
+        arguments = self.tree.args.posonlyargs + self.tree.args.args
+        return arguments[0].arg if arguments else ""
+
+
+def source(module: nn.Module) -> ForwardSource:
+    """The source of the forward that really runs when `module` is called.
+
+    Decorators are looked through: the result is the function in the file, `wrappers` what runs
+    around it. The text is returned only if compiling its file gives the very code that runs.
+
+    Raises `FusekitError` (with a `reason`) when the forward has no source, when the file was
+    edited since it was imported, or when a decorator hides the function that it calls.
+    """
+    if not isinstance(module, nn.Module):
+        raise FusekitError(
+            f"source() takes a module, not {type(module).__name__}: pass an nn.Module instance"
+        )
+    return source_of(forward_chain(module))
+
+
+def original_class(module: nn.Module) -> type:
+    """The class of `module`, or the one it had before fusekit fused it."""
+    cls = type(module)
+    return cls.__dict__.get(ORIGINAL, cls)
+
+
+def forward_chain(module: nn.Module, original: bool = False) -> tuple[FunctionType, ...]:
+    """The functions that a call of `module.forward` goes through: wrappers, then the forward itself.
+
+    With `original`, those of the class that a fused module had before.
+    """
+    own = module.__dict__.get("forward")
+    if own is not None:
+        if isinstance(own, types.MethodType) and own.__self__ is module:
+            own = own.__func__
+        if not isinstance(own, FunctionType):
+            raise NoSource(
+                "instance-forward",
+                f"{type(module).__name__} carries a forward of its own on the instance "
+                f"({type(own).__name__}), put there by another tool; take that off first",
+            )
+        return _unwrap(own, type(module))
+    return class_chain(original_class(module) if original else type(module))
+
+
+def class_chain(cls: type) -> tuple[FunctionType, ...]:
+    """`forward_chain` of the instances of `cls` that carry no forward of their own."""
+    forward = inspect.getattr_static(cls, "forward", None)
+    if not isinstance(forward, FunctionType):
+        raise NoSource(
+            "decorated",
+            f"the forward of {cls.__name__} is a {type(forward).__name__}, not a function: "
+            "its decorator hides the function that runs",
+        )
+    return _unwrap(forward, cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _unwrap(function: FunctionType, cls: type) -> tuple[FunctionType, ...]:
+    # `functools.wraps` copies `__qualname__` and sets `__wrapped__`, and both may lie; a code
+    # object keeps the name of the place where it was written.
+    homes = {f"{base.__qualname__}.{function.__name__}" for base in cls.__mro__}
+    found = _chains_home(function, homes, ())
+    if len(found) == 1:
+        return found[0]
+    if len(found) > 1:
+        raise NoSource(
+            "decorated",
+            f"the forward of {cls.__name__} is wrapped by {function.__code__.co_qualname}, which holds "
+            f"{len(found)} functions that could be the forward",
+            function.__code__.co_filename,
+            function.__code__.co_firstlineno,
+        )
+    if hasattr(function, "__wrapped__"):
+        raise NoSource(
+            "decorated",
+            f"the forward of {cls.__name__} is wrapped by {function.__code__.co_qualname}, and the function "
+            "that it calls was not found in its closure",
+            function.__code__.co_filename,
+            function.__code__.co_firstlineno,
+        )
+    return (function,)
+
+
+def _chains_home(
+    function: FunctionType, homes: set[str], above: tuple[FunctionType, ...]
+) -> list[tuple[FunctionType, ...]]:
+    """Every way through closures from `function` to one that was written in a class of `homes`."""
+    if function.__code__.co_qualname in homes:
+        return [(*above, function)]
+    found: dict[int, tuple[FunctionType, ...]] = {}
+    for cell in function.__closure__ or ():
+        inner = cell_contents(cell)
+        if isinstance(inner, FunctionType) and inner is not function and inner not in above:
+            for chain in _chains_home(inner, homes, (*above, function)):
+                found[id(inner)] = chain
+    return list(found.values())
+
+
+def cell_contents(cell: types.CellType) -> Any:
+    """What a closure cell holds, None while it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def source_of(chain: tuple[FunctionType, ...]) -> ForwardSource:
+    """The source of the last function of `chain`, checked against the code that runs."""
+    function = chain[-1]
+    found = _source_of(function)
+    names = tuple(wrapper.__code__.co_qualname for wrapper in chain[:-1])
+    return ForwardSource(
+        found.name,
+        found.text,
+        found.path,
+        found.line,
+        found.tree,
+        names,
+        chain,
+        found.file_text,
+        found.class_name,
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    name: str
+    text: str
+    path: str
+    line: int
+    tree: ast.FunctionDef
+    file_text: str
+    class_name: str | None
+
+
+@functools.lru_cache(maxsize=4096)
+def _source_of(function: FunctionType) -> _Found:
+    code = function.__code__
+    path, line = code.co_filename, code.co_firstlineno
+    text = _file_text(path)
+    if text is None:
+        raise NoSource(
+            "no-source",
+            f"{code.co_qualname} has no source text (its file is {path!r}): define the class in a file or "
+            "in a notebook cell",
+            path,
+            line,
+        )
+    if path not in GENERATED:
+        _check_code(code, path, text)
+    place = _place(text, path, line, code.co_name)
+    if place is None:
+        raise NoSource(
+            "no-source", f"{code.co_qualname} is not a def at {path}:{line} (a lambda?)", path, line
+        )
+    tree, class_name = place
+    assert tree.end_lineno is not None
+    lines = lines_of(text)[line - 1 : tree.end_lineno]
+    return _Found(code.co_qualname, "".join(lines), path, line, tree, text, class_name)
+
+
+# Texts that `compile` made and registered with linecache: their code is ours, no need to check it.
+GENERATED: set[str] = set()
+
+
+def _file_text(path: str) -> str | None:
+    if path not in GENERATED:
+        linecache.checkcache(path)
+    lines = linecache.getlines(path)
+    return "".join(lines) or None
+
+
+def _check_code(code: CodeType, path: str, text: str) -> None:
+    """Raise unless `code` is what compiling `text` gives for it."""
+    stale = NoSource(
+        "source-is-stale",
+        f"{code.co_qualname} runs code that is no longer what {path} says: the file was edited after it was "
+        "imported, or the code was changed; restart, or reload the module",
+        path,
+        code.co_firstlineno,
+    )
+    try:
+        codes = _codes(text, path)
+    except SyntaxError:
+        # A file that never was plain Python: a cell with magics, or half an edit.
+        raise stale from None
+    if code not in codes.get((code.co_firstlineno, code.co_name), ()):
+        raise stale
+
+
+@functools.lru_cache(maxsize=256)
+def _codes(text: str, path: str) -> dict[tuple[int, str], list[CodeType]]:
+    found: dict[tuple[int, str], list[CodeType]] = {}
+    todo = [compile(text, path, "exec", dont_inherit=True)]
+    while todo:
+        code = todo.pop()
+        found.setdefault((code.co_firstlineno, code.co_name), []).append(code)
+        todo.extend(const for const in code.co_consts if isinstance(const, CodeType))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(text: str, path: str) -> ast.Module:
+    return ast.parse(text, path)
+
+
+def _place(text: str, path: str, line: int, name: str) -> tuple[ast.FunctionDef, str | None] | None:
+    """The `def` of `name` that starts (decorators included) at `line`, and its class's name."""
+
+    def search(node: ast.AST, class_name: str | None) -> tuple[ast.FunctionDef, str | None] | None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                if first == line and child.name == name and isinstance(child, ast.FunctionDef):
+                    return child, class_name
+                found = search(child, None)
+            elif isinstance(child, ast.ClassDef):
+                found = search(child, child.name)
+            elif isinstance(child, ast.stmt):
+                found = search(child, class_name)
+            else:
+                continue
+            if found:
+                return found
+        return None
+
+    return search(_parse(text, path), None)
+
+
+def short_path(path: str) -> str:
+    """The last part of a file's path, for messages."""
+    return Path(path).name

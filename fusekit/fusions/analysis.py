@@ -1,0 +1,238 @@
+"""What the fusions find in a module's forward, remembered for every instance that is alike."""
+
+import ast
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fusekit import kernels
+from fusekit.forward import ForwardSource, NoSource, Span, compile_edited, forward_chain, source_of
+from fusekit.forward.reads import Read, Uncachable, key, reads, resolve
+from fusekit.fusions.glu import find_glus
+from fusekit.fusions.match import Match, Objection
+from fusekit.fusions.merge import find_merges, is_linear_like, sibling_groups
+from fusekit.fusions.rms_norm import find_norms
+from fusekit.fusions.roles import role
+from fusekit.fusions.view import ForwardView
+from fusekit.tracing import Trace
+from fusekit.tracing.trace import run_again, run_trace
+
+FUSIONS = ("qkv", "kv", "columns", "glu", "rms_norm")
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Matches and objections of one forward, the same for all instances that read equal values."""
+
+    source: ForwardSource | None
+    trace: Trace | None
+    matches: tuple[Match, ...] = ()
+    objections: tuple[Objection, ...] = ()
+    kernels: str = "kernels"  # the name under which the rewritten text calls fusekit.kernels
+
+
+NOTHING = Analysis(None, None)
+
+
+@dataclass
+class _Remembered:
+    """Of one function: what its reads count by type, and its analyses by key."""
+
+    by_type: frozenset[tuple[str, ...]] | None = None
+    analyses: dict[Hashable, Analysis] = field(default_factory=dict)
+
+
+_remembered: "weakref.WeakKeyDictionary[Any, _Remembered]" = weakref.WeakKeyDictionary()
+LIMIT = 256  # analyses kept for one function
+
+
+def analyse(module: nn.Module) -> Analysis:
+    """Matches and objections in the forward that `module` has when it is not fused."""
+    if type(module).__module__.startswith("torch."):
+        return NOTHING  # PyTorch's own layers: nothing in them is written in Python to be rewritten
+    try:
+        source = source_of(forward_chain(module, original=True))
+    except NoSource as error:
+        return _without_source(module, error)
+    if not _is_worth_tracing(module, source):
+        return NOTHING
+    remembered = _remembered.setdefault(source.function, _Remembered())
+    found: Analysis | None = None
+    try:
+        if remembered.by_type is not None:
+            known = remembered.analyses.get(_key(module, source, remembered.by_type))
+            if known is not None:
+                return known
+        found = _analyse(module, source)
+        if remembered.by_type is None:
+            remembered.by_type = _counted_by_type(source, found.trace)
+        if len(remembered.analyses) >= LIMIT:
+            remembered.analyses.clear()
+        remembered.analyses[_key(module, source, remembered.by_type)] = found
+    except Uncachable:
+        pass
+    return found or _analyse(module, source)
+
+
+def _key(module: nn.Module, source: ForwardSource, by_type: frozenset[tuple[str, ...]]) -> Hashable:
+    return type(module).__mro__, bool(module.training), key(module, source, by_type)
+
+
+def _without_source(module: nn.Module, error: NoSource) -> Analysis:
+    """An objection where there would have been something to look for."""
+    linears = [name for name, child in module.named_children() if is_linear_like(child)]
+    if len(linears) < 2 and not _has_norm_shape(module):
+        return NOTHING
+    fusion = "columns" if len(linears) >= 2 else "rms_norm"
+    return Analysis(
+        None, None, (), (Objection(fusion, error.reason, str(error), error.line, tuple(linears)),)
+    )
+
+
+def _is_worth_tracing(module: nn.Module, source: ForwardSource) -> bool:
+    """Whether the forward itself calls two linears, or is that of a norm."""
+    linears = set()
+    for read in reads(source)[0]:
+        value = resolve(module, read.chain)
+        if isinstance(value, nn.Module) and is_linear_like(value):
+            linears.add(id(value))
+    return len(linears) >= 2 or _has_norm_shape(module)
+
+
+def _has_norm_shape(module: nn.Module) -> bool:
+    """No submodules (but a parametrization's), at most one parameter, and that a vector."""
+    children = [name for name in module._modules if name != "parametrizations"]
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return not children and len(own) <= 1 and all(parameter.dim() == 1 for parameter in own)
+
+
+def _counted_by_type(source: ForwardSource, trace: Trace | None) -> frozenset[tuple[str, ...]]:
+    """Chains whose every read is an argument of a call that the trace did not make.
+
+    Their values (`layer_idx`, for one) cannot have changed its course.
+    """
+    if trace is None:
+        return frozenset()
+    skipped = _skipped(source, trace)
+    passed: dict[ast.expr, ast.Call] = {}
+    for call in ast.walk(source.tree):
+        if isinstance(call, ast.Call):
+            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+                passed[argument] = call
+
+    def is_opaque(read: Read) -> bool:
+        call = passed.get(read.node)
+        return call is not None and call in skipped
+
+    found: dict[tuple[str, ...], bool] = {}
+    for read in reads(source)[0]:
+        found[read.chain] = found.get(read.chain, True) and is_opaque(read)
+    return frozenset(chain for chain, opaque in found.items() if opaque)
+
+
+def _skipped(source: ForwardSource, trace: Trace) -> set[ast.AST]:
+    """Everything under the arms of `if` statements that the trace did not take."""
+    found: set[ast.AST] = set()
+    for statement in ast.walk(source.tree):
+        if isinstance(statement, ast.If):
+            truth = trace.branches.get(Span.of(statement.test))
+            if truth is not None:
+                for skipped in statement.orelse if truth else statement.body:
+                    found.update(ast.walk(skipped))
+    return found
+
+
+# -- one forward ------------------------------------------------------------------------------
+
+
+def _analyse(module: nn.Module, source: ForwardSource) -> Analysis:
+    trace = run_trace(module)
+    view = ForwardView(module, source, trace)
+    name = view.unused_name("kernels")
+    if not trace.complete:
+        return Analysis(source, trace, (), tuple(_objections_of_partial(view)), name)
+    matches: list[Match] = []
+    objections: list[Objection] = []
+    taken: set[str] = set()
+    for found in (*find_norms(view, name), *find_glus(view, name)):
+        (matches if isinstance(found, Match) else objections).append(found)  # type: ignore[arg-type]
+        taken.update(found.parts)
+    for found in find_merges(view, taken):
+        (matches if isinstance(found, Match) else objections).append(found)  # type: ignore[arg-type]
+    checked: list[Match] = []
+    for match in matches:
+        refused = _try_out(view, match, name)
+        if refused:
+            objections.append(refused)
+        else:
+            checked.append(match)
+    return Analysis(source, trace, tuple(checked), tuple(objections), name)
+
+
+def _objections_of_partial(view: ForwardView) -> list[Objection]:
+    """What was seen before the trace stopped might have been fused: say why it is not."""
+    stopped = view.trace.stopped
+    assert stopped is not None
+    found = []
+    for group in sibling_groups(view):
+        fusion, ordered = role(view.trace, group)
+        parts = tuple(str(node.target) for node in ordered)
+        found.append(Objection(fusion, "trace-stopped", stopped.message, stopped.line, parts))
+    if not found:
+        seen = {id(resolve(view.module, read.chain)) for read in reads(view.source)[0]}
+        linears = [
+            n for n, child in view.module.named_children() if is_linear_like(child) and id(child) in seen
+        ]
+        if len(linears) > 1:
+            found.append(Objection("columns", "trace-stopped", stopped.message, stopped.line, tuple(linears)))
+    return found
+
+
+def _try_out(view: ForwardView, match: Match, kernels_name: str) -> Objection | None:
+    """Run the rewritten forward on meta: it must go through and give what the original gives.
+
+    Slices of a merged output have other strides than an output of its own, and a forward may
+    ask for a view that they cannot give.
+    """
+    try:
+        function = compile_edited(view.source, match.edits, {kernels_name: kernels})[-1]
+    except NoSource as error:
+        return Objection(match.fusion, error.reason, str(error), error.line, match.parts)
+    widths = [view.submodule(part).out_features for part in match.parts]  # type: ignore[union-attr]
+    dtypes = {view.submodule(part).weight.dtype for part in match.parts}  # type: ignore[union-attr]
+
+    def merged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = x.new_empty(*x.shape[:-1], sum(widths), dtype=dtypes.copy().pop())
+        return whole.split(widths, -1)
+
+    extra = {match.storage: merged} if match.storage else {}
+    after = run_again(view.module, function, view.trace, extra)
+    if not after.complete:
+        assert after.stopped is not None
+        return Objection(
+            match.fusion,
+            "layout",
+            f"the rewritten forward does not go through: {after.stopped.message}",
+            after.stopped.line,
+            match.parts,
+        )
+    if _results(after) != _results(view.trace):
+        return Objection(
+            match.fusion,
+            "not-this-function",
+            "the rewritten forward gives another shape or dtype",
+            match.line,
+        )
+    return None
+
+
+def _results(trace: Trace) -> Any:
+    output = next(node for node in trace.graph.nodes if node.op == "output")
+    return torch.fx.node.map_arg(
+        output.args[0],
+        lambda node: (tuple(node.meta["val"].shape), node.meta["val"].dtype),  # type: ignore[arg-type, return-value]
+    )

@@ -1,0 +1,47 @@
+"""What a fusion finds in a forward: a match, or an objection."""
+
+from dataclasses import dataclass, field
+
+from fusekit.forward import Edit
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place of a class's forward where a fusion applies, the same for all like instances.
+
+    `parts` are the linears whose weights become rows of one storage, kept on the instance as
+    `storage`. `norms` are submodules that must be proven RMSNorms and `activations` ones that
+    must be exactly a known activation, both without hooks: the proof leans on them. `linears`
+    are other linears that run between the parts and must be plain.
+    """
+
+    fusion: str
+    parts: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    line: int
+    storage: str | None = None
+    norms: frozenset[str] = field(default=frozenset())
+    activations: frozenset[str] = field(default=frozenset())
+    linears: frozenset[str] = field(default=frozenset())
+
+
+@dataclass(frozen=True)
+class Objection:
+    """Why a fusion that almost applied to a forward does not: a reason code, a sentence, a line."""
+
+    fusion: str
+    reason: str
+    message: str
+    line: int | None
+    parts: tuple[str, ...] = ()
+
+
+class Refused(Exception):
+    """Raised inside the prover to end a proof with an objection."""
+
+    def __init__(self, reason: str, message: str, line: int | None):
+        super().__init__(message)
+        self.reason, self.message, self.line = reason, message, line
+
+    def objection(self, fusion: str, parts: tuple[str, ...]) -> Objection:
+        return Objection(fusion, self.reason, self.message, self.line, parts)

@@ -1,0 +1,150 @@
+"""q(x), k(x), v(x) -> q, k, v = merged(x): sibling linears of one input multiply once.
+
+`qkv`, `kv` and `columns` are roles of this one merge.
+"""
+
+import ast
+from collections.abc import Iterator
+
+import torch.nn as nn
+from torch import fx
+
+from fusekit.forward import Edit, Span
+from fusekit.forward.reads import MISSING, module_attribute
+from fusekit.fusions.match import Match, Objection, Refused
+from fusekit.fusions.prover import Proof, movable
+from fusekit.fusions.roles import role
+from fusekit.fusions.view import ForwardView
+
+
+def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objection]:
+    """A match or an objection for each group of linears that read one value.
+
+    Linears whose path is in `taken` belong to another fusion's match.
+    """
+    for group in sibling_groups(view):
+        nodes = [node for node in group if node.target not in taken]
+        if len(nodes) < 2:
+            continue
+        fusion, ordered = role(view.trace, nodes)
+        parts = tuple(str(node.target) for node in ordered)
+        try:
+            yield merge_match(view, fusion, ordered)
+        except Refused as refused:
+            yield refused.objection(fusion, parts)
+
+
+def sibling_groups(view: ForwardView) -> list[list[fx.Node]]:
+    """The calls of linear-like submodules, grouped by the one value that they read."""
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in view.trace.graph.nodes:
+        if node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
+            if is_linear_like(view.submodule(str(node.target))) and isinstance(node.args[0], fx.Node):
+                groups.setdefault(node.args[0], []).append(node)
+    return [group for group in groups.values() if len({node.target for node in group}) > 1]
+
+
+def is_linear_like(module: nn.Module | None) -> bool:
+    """A linear, or what stands in the place of one: a subclass, a wrapper with a weight of two dimensions."""
+    if isinstance(module, nn.Linear):
+        return True
+    if module is None or type(module).__module__.startswith("torch.nn.modules."):
+        return False
+    return hasattr(module, "base_layer") or (
+        hasattr(module, "in_features") and hasattr(module, "out_features")
+    )
+
+
+def merge_match(view: ForwardView, fusion: str, nodes: list[fx.Node]) -> Match:
+    """The merge of `nodes` (one input, in the order of their rows), or `Refused`."""
+    calls = merged_calls(view, nodes)
+    argument = calls[0].args[0]
+    proof = movable(view, nodes, frozenset({ast.unparse(argument)}))
+    storage, insertion, names = merged_line(view, fusion, nodes, argument, proof)
+    edits = [insertion]
+    edits += [Edit(Span.of(call), name) for call, name in zip(calls, names, strict=True)]
+    return Match(
+        fusion,
+        tuple(str(node.target) for node in nodes),
+        tuple(sorted(edits)),
+        min(call.lineno for call in calls),
+        storage=storage,
+        norms=proof.norms,
+        linears=proof.linears,
+    )
+
+
+def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
+    """The calls `self.part(x)` of `nodes`, all with one plain name as argument, or `Refused`."""
+    calls: list[ast.Call] = []
+    paths = [str(node.target) for node in nodes]
+    for node in nodes:
+        if paths.count(str(node.target)) > 1:
+            raise Refused(
+                "called-twice", f"{node.target} is called more than once with this input", _line(node)
+            )
+        call = view.call_of(node)
+        if call is None:
+            raise Refused(
+                "module-escapes",
+                f"{node.target} is called in another way than self.{node.target}(x)",
+                _line(node),
+            )
+        if len(call.args) != 1 or call.keywords or not isinstance(call.args[0], ast.Name):
+            raise Refused(
+                "different-inputs",
+                f"{view.text(call)} does not read a plain name: give its input a name first",
+                call.lineno,
+            )
+        calls.append(call)
+    names = [ast.unparse(call.args[0]) for call in calls]
+    for call, name in zip(calls, names, strict=True):
+        if name != names[0]:
+            raise Refused(
+                "different-inputs",
+                f"{paths[0]} reads {names[0]}, {view.text(call.func)} reads {name}: one value here, but under "
+                "two names",
+                call.lineno,
+            )
+    return calls
+
+
+def merged_line(
+    view: ForwardView, fusion: str, nodes: list[fx.Node], argument: ast.expr, proof: Proof
+) -> tuple[str, Edit, list[str]]:
+    """(name of the storage, the inserted line, the local names of the parts' outputs)."""
+    names: list[str] = []
+    for node in nodes:
+        names.append(view.unused_name(str(node.target).replace(".", "_")))
+    storage = "merged_" + "_".join(str(node.target).replace(".", "_") for node in nodes)
+    if fusion in ("qkv", "kv", "glu") and not _is_taken(view, f"merged_{fusion}"):
+        storage = f"merged_{fusion}"
+    call = f"{', '.join(names)} = {view.source.self_name}.{storage}({ast.unparse(argument)})"
+    span, before, begins_line = view.statement_start(proof.statement)
+    if not begins_line and _follows_header(view, proof.statement):
+        return storage, Edit(span, f"{call}; "), names
+    if not begins_line:
+        raise Refused(
+            "different-branches",
+            f"no line can be put before {view.text(proof.statement)}: it shares its line with another statement",
+            proof.statement.lineno,
+        )
+    return storage, Edit(span, f"{call}\n{before}"), names
+
+
+def _is_taken(view: ForwardView, name: str) -> bool:
+    """Whether the module has an attribute `name` that is not the storage of an applied site."""
+    value = module_attribute(view.module, name)
+    return value is not MISSING and not getattr(value, "is_merged_storage", False)
+
+
+def _follows_header(view: ForwardView, statement: ast.stmt) -> bool:
+    """Whether a simple statement stands on the line of another one, where `a; b` may go before it."""
+    simple = (ast.Return, ast.Expr, ast.Assign, ast.AnnAssign)
+    before = view.statement_start(statement)[1].rstrip()
+    return isinstance(statement, simple) and before.endswith((":", ";"))
+
+
+def _line(node: fx.Node) -> int | None:
+    span = node.meta.get("span")
+    return span.line if span else None

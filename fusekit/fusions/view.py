@@ -1,0 +1,179 @@
+"""A traced forward as a fusion sees it: nodes of the graph and expressions of the source, tied by spans."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch.nn as nn
+from torch import fx
+
+from fusekit.forward import ForwardSource, Span, text_at
+from fusekit.tracing import Trace
+
+Block = list[ast.stmt]
+
+
+@dataclass
+class ForwardView:
+    """One instance's forward: its source, its trace, and the module they came from."""
+
+    module: nn.Module
+    source: ForwardSource
+    trace: Trace
+    _expressions: dict[Span, ast.expr] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.expr):
+                self._expressions.setdefault(Span.of(node), node)
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    self._expressions.setdefault(_method_call_span(node, node.func), node)
+
+    def expression(self, node: fx.Node) -> ast.expr | None:
+        """The expression of the source that made `node`, itself and not a helper that it called."""
+        span = node.meta.get("span")
+        return self._expressions.get(span) if span is not None and node.meta.get("direct") else None
+
+    def text(self, node: ast.expr | ast.stmt) -> str:
+        """The source text of an expression or statement."""
+        return text_at(self.source.file_text, Span.of(node))
+
+    def submodule(self, path: str) -> nn.Module | None:
+        """The submodule at `path`, None if there is none."""
+        try:
+            return self.module.get_submodule(path)
+        except AttributeError:
+            return None
+
+    def call_of(self, node: fx.Node) -> ast.Call | None:
+        """The expression `self.path(argument)` that a `call_module` node came from, if it is that."""
+        found = self.expression(node)
+        if not isinstance(found, ast.Call) or not isinstance(found.func, ast.Attribute):
+            return None
+        return found if ast.unparse(found.func) == f"{self.source.self_name}.{node.target}" else None
+
+    @cached_property
+    def nodes_at(self) -> dict[ast.expr, list[fx.Node]]:
+        """The nodes of each expression, those of helpers it called included."""
+        found: dict[ast.expr, list[fx.Node]] = {}
+        for node in self.trace.graph.nodes:
+            span = node.meta.get("span")
+            if span in self._expressions:
+                found.setdefault(self._expressions[span], []).append(node)
+        return found
+
+    @cached_property
+    def names(self) -> set[str]:
+        """Every name that stands in the forward."""
+        found = {node.id for node in ast.walk(self.source.tree) if isinstance(node, ast.Name)}
+        return found | {node.arg for node in ast.walk(self.source.tree) if isinstance(node, ast.arg)}
+
+    def unused_name(self, wanted: str) -> str:
+        """`wanted`, or with underscores behind it, such that the forward has no name like it."""
+        while wanted in self.names or wanted in self.source.function.__code__.co_freevars:
+            wanted += "_"
+        return wanted
+
+    def place(self, expression: ast.expr) -> tuple[Block, int] | None:
+        """The innermost block and the index of the statement in it that holds `expression`.
+
+        None when the expression stands in code of its own: a lambda, a comprehension, a nested def.
+        """
+        return _place(self.source.tree.body, expression)
+
+    def statement_start(self, statement: ast.stmt) -> tuple[Span, str, bool]:
+        """(insertion point before a statement, its indentation, whether it begins its line)."""
+        span = Span(statement.lineno, statement.col_offset, statement.lineno, statement.col_offset)
+        before = text_at(
+            self.source.file_text, Span(statement.lineno, 0, statement.lineno, statement.col_offset)
+        )
+        return span, before, not before.strip()
+
+
+def _method_call_span(call: ast.Call, function: ast.Attribute) -> Span:
+    """Where the bytecode of a method call says it starts when the chain runs over several lines."""
+    span = Span.of(call)
+    assert function.end_lineno is not None and function.end_col_offset is not None
+    if function.lineno == function.end_lineno:
+        return span
+    start = function.end_col_offset - len(function.attr.encode())
+    return Span(function.end_lineno, start, span.end_line, span.end_column)
+
+
+BLOCKS = ("body", "orelse", "finalbody")
+SCOPES = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _place(block: Block, wanted: ast.expr) -> tuple[Block, int] | None:
+    for index, statement in enumerate(block):
+        for inner in blocks_of(statement):
+            found = _place(inner, wanted)
+            if found:
+                return found
+        if isinstance(statement, SCOPES):
+            continue
+        if any(node is wanted for node in own_expressions(statement)):
+            return block, index
+    return None
+
+
+def blocks_of(statement: ast.stmt) -> Iterator[Block]:
+    """The blocks nested in a compound statement; none for a def or class, whose code runs later."""
+    if isinstance(statement, SCOPES):
+        return
+    for name in BLOCKS:
+        inner = getattr(statement, name, None)
+        if isinstance(inner, list) and inner:
+            yield inner
+    for handler in getattr(statement, "handlers", ()):
+        yield handler.body
+    for case in getattr(statement, "cases", ()):
+        yield case.body
+
+
+def own_expressions(node: ast.AST) -> Iterator[ast.expr]:
+    """Expressions of a statement that are evaluated with it: not its blocks, not code of another scope."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            continue
+        if isinstance(child, ast.expr):
+            yield child
+            if isinstance(child, (*COMPREHENSIONS, ast.Lambda)):
+                continue
+        yield from own_expressions(child)
+
+
+def evaluation(node: ast.AST, conditional: bool = False) -> Iterator[tuple[ast.expr, bool]]:
+    """The expressions under `node` in the order of their evaluation, and whether each may be skipped."""
+    if isinstance(node, (*COMPREHENSIONS, ast.Lambda)):
+        yield node, conditional  # type: ignore[misc]
+        return
+    if isinstance(node, ast.BoolOp):
+        for index, value in enumerate(node.values):
+            yield from evaluation(value, conditional or index > 0)
+    elif isinstance(node, ast.IfExp):
+        yield from evaluation(node.test, conditional)
+        yield from evaluation(node.body, True)
+        yield from evaluation(node.orelse, True)
+    elif isinstance(node, ast.Compare):
+        yield from evaluation(node.left, conditional)
+        for index, value in enumerate(node.comparators):
+            yield from evaluation(value, conditional or index > 0)
+    elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        if node.value is not None:
+            yield from evaluation(node.value, conditional)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield from evaluation(target, conditional)
+    elif isinstance(node, ast.Dict):
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is not None:
+                yield from evaluation(key, conditional)
+            yield from evaluation(value, conditional)
+    else:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, (ast.stmt, ast.expr_context, ast.operator)):
+                yield from evaluation(child, conditional)
+    if isinstance(node, ast.expr):
+        yield node, conditional

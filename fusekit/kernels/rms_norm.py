@@ -1,0 +1,157 @@
+"""Root-mean-square norm, with every place where a model may round or cast said by an argument.
+
+Two norms of one formula differ in bits, and over depth in text, by where they cast (field report
+20), by the dtype a zero-centred weight gets its one in (19), and by eps (29). So each is an argument,
+the defaults are Llama's, and `NormForm` names a combination.
+"""
+
+import torch
+from torch import Tensor
+
+from fusekit.kernels.norm_form import (
+    ComputeDtype,
+    Inverse,
+    Normalized,
+    Output,
+    Scaled,
+    WeightDtype,
+    check_form,
+)
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    offset: float = 0.0,
+    compute_dtype: ComputeDtype = "float32",
+    normalized: Normalized = "input",
+    weight_dtype: WeightDtype = None,
+    output: Output = None,
+    inverse: Inverse = "rsqrt",
+    scaled: Scaled = "compute",
+) -> Tensor:
+    """`x` divided by its root mean square over the last dimension, times `weight`.
+
+    `x` is floating point of shape [..., d], `weight` of shape [d] or None; the result has the shape
+    of `x`. With no keyword the result equals `LlamaRMSNorm` bit for bit. In the order computed:
+
+    1. `compute_dtype`: h is x in "float32", "float64", "opmath" (float64 for a float64 x, else
+       float32) or, for None, in its own dtype.
+    2. m is the mean of h squared, plus `eps`. For `eps=None` that is what
+       `torch.nn.functional.rms_norm` of torch 2.13 adds: the eps of float64 for a float64 x, else
+       that of float32 (not that of x's own dtype: 0.0078 for bfloat16).
+    3. `inverse`: h * rsqrt(m) for "rsqrt", h / sqrt(m) for "sqrt", h * (1 / sqrt(m)) for
+       "reciprocal", h * m ** -0.5 for "pow".
+       `scaled`: what is scaled so: h for "compute"; x itself, by promotion, for "input" (T5, which
+       shows for a float64 x only); x itself, by a factor first rounded to x's dtype, for "rounded".
+    4. `normalized`: h is rounded to x's dtype for "input", to the weight's where that is bfloat16 or
+       float16 for "weight" (T5), and kept for None (Olmo2, Gemma).
+    5. `weight_dtype`: the weight as it is for None, in the dtype of step 1 for "compute" (Gemma).
+       `offset` is added to it in that dtype (Gemma, Qwen3-Next: 1.0).
+    6. The product of both, by torch's promotion, then `output`: as it is for None (Llama: a float32
+       weight makes a float32 result), in x's dtype for "input", in the weight's for "weight".
+
+    Without a weight steps 5 and 6 are the cast of `output` alone.
+
+    Raises `ValueError` for an argument outside these values, a weight that is not of shape [d], an x
+    that is not floating point or has no dimension, and, without a weight, for an argument that speaks
+    of it. Source: Zhang and Sennrich, 2019 (arXiv:1910.07467); the forms are those of the norms
+    in Transformers 5.24 and of `torch.nn.RMSNorm` (compute_dtype="opmath", normalized=None,
+    output="input").
+    """
+    check_form(
+        offset=offset,
+        compute_dtype=compute_dtype,
+        normalized=normalized,
+        weight_dtype=weight_dtype,
+        output=output,
+        inverse=inverse,
+        scaled=scaled,
+    )
+    _check_tensors(x, weight, eps)
+    if weight is None:
+        _check_weightless(offset, normalized, weight_dtype, output)
+
+    compute = _compute(compute_dtype, x.dtype)
+    h = x if compute_dtype is None else x.to(compute)
+    mean_square = h.pow(2).mean(-1, keepdim=True) + (
+        torch.finfo(_opmath(x.dtype)).eps if eps is None else eps
+    )
+    h = _divide_by_root(h if scaled == "compute" else x, mean_square, inverse, rounded=scaled == "rounded")
+
+    if normalized == "input":
+        h = h.to(x.dtype)
+    if weight is not None:
+        if normalized == "weight" and weight.dtype in HALVES:
+            h = h.to(weight.dtype)
+        scale = weight.to(compute) if weight_dtype == "compute" else weight
+        h = (scale + offset if offset != 0 else scale) * h
+        if output == "weight":
+            h = h.to(weight.dtype)
+    return h.to(x.dtype) if output == "input" else h
+
+
+def _divide_by_root(h: Tensor, mean_square: Tensor, inverse: Inverse, rounded: bool) -> Tensor:
+    if inverse == "rsqrt":
+        scale = torch.rsqrt(mean_square)
+    elif inverse == "pow":
+        scale = torch.pow(mean_square, -0.5)
+    else:
+        scale = torch.sqrt(mean_square)
+        if inverse == "reciprocal":
+            scale = 1.0 / scale
+    if rounded:
+        scale = scale.to(h.dtype)
+    return h / scale if inverse == "sqrt" else h * scale
+
+
+def _compute(name: ComputeDtype, own: torch.dtype) -> torch.dtype:
+    if name is None:
+        return own
+    if name == "opmath":
+        return _opmath(own)
+    return torch.float32 if name == "float32" else torch.float64
+
+
+def _opmath(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_tensors(x: Tensor, weight: Tensor | None, eps: float | None) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"rms_norm: x has dtype {x.dtype}; it must be a floating point dtype")
+    if x.ndim == 0:
+        raise ValueError("rms_norm: x has shape []; it needs a last dimension to take the mean over")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: weight has shape {list(weight.shape)} and x has shape {list(x.shape)}; "
+            f"weight must have shape {list(x.shape[-1:])}, the last dimension of x"
+        )
+    if eps is not None and not (isinstance(eps, float | int) and eps >= 0):
+        raise ValueError(
+            f"rms_norm: eps is {eps!r}; it must be a number of at least 0, or None for torch's default"
+        )
+
+
+def _check_weightless(
+    offset: float, normalized: Normalized, weight_dtype: WeightDtype, output: Output
+) -> None:
+    # Ignoring one of these would be a norm other than the one that was asked for.
+    spoken = [
+        f"{name}={value!r}"
+        for name, value, idle in (
+            ("offset", offset, offset == 0),
+            ("normalized", normalized, normalized != "weight"),
+            ("weight_dtype", weight_dtype, weight_dtype is None),
+            ("output", output, output != "weight"),
+        )
+        if not idle
+    ]
+    if spoken:
+        raise ValueError(
+            f"rms_norm: {', '.join(spoken)} needs a weight and weight is None; leave it out or pass one"
+        )

@@ -1,0 +1,7 @@
+"""The model: its plan, applying and reverting it, merged storage, and the check against float64."""
+
+from fusekit.model.apply import Fused, fuse, revert
+from fusekit.model.plan import Plan, Site, plan
+from fusekit.model.storage import MergedLinear
+
+__all__ = ["Fused", "MergedLinear", "Plan", "Site", "fuse", "plan", "revert"]

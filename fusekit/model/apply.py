@@ -1,0 +1,160 @@
+"""Applying a plan in place, all of it or nothing, and taking it back."""
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch.nn as nn
+
+from fusekit.errors import FusekitError
+from fusekit.forward import original_class
+from fusekit.fusions import Match, analyse
+from fusekit.model.binding import applied_matches, bind, fused_class, is_fused, unbind
+from fusekit.model.plan import Plan, Site, plan
+from fusekit.shown import Shown
+
+
+class Fused(Shown):
+    """A plan that was applied. `revert()` gives back exactly what was there.
+
+    As a context manager it reverts at the end of the block.
+    """
+
+    def __init__(self, plan: Plan, sites: tuple[Site, ...]):
+        self.plan, self.sites = plan, sites
+        self._left = list(sites)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.plan.model
+
+    @property
+    def reverted(self) -> bool:
+        return not self._left and bool(self.sites)
+
+    def revert(self) -> None:
+        """Take the sites of this plan off again: same modules, parameters, forward and hooks as before.
+
+        Parameters keep their present values. Raises `FusekitError`, with nothing changed, when
+        that was done already or when another tool replaced a forward or a class meanwhile.
+        """
+        if self.reverted:
+            raise FusekitError(
+                f"this plan of {self.plan.model_name} is reverted already; apply a plan again first"
+            )
+        _revert(self._left)
+
+    def __enter__(self) -> "Fused":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.reverted:
+            self.revert()
+
+
+def apply(plan: Plan, model: nn.Module | None = None) -> Fused:
+    """Apply every site of `plan`; see `Plan.apply`."""
+    if model is not None and model is not plan.model:
+        raise FusekitError(
+            f"this plan belongs to another {plan.model_name}: a plan names the modules of the model it was made "
+            "from; make one with fk.plan(model)"
+        )
+    changes = [_change(module, sites) for module, sites in _by_module(plan.sites)]
+    done: list[Any] = []
+    try:
+        for module, before, after, cls, added in changes:
+            done.append((module, before, added))
+            bind(module, cls, after)
+    except BaseException:
+        for module, before, added in reversed(done):
+            unbind(module, before, added)
+        raise
+    return Fused(plan, plan.sites)
+
+
+def _by_module(sites: Iterable[Site]) -> list[tuple[nn.Module, list[Site]]]:
+    groups: dict[int, tuple[nn.Module, list[Site]]] = {}
+    for site in sites:
+        groups.setdefault(id(site.module), (site.module, []))[1].append(site)
+    return list(groups.values())
+
+
+def _change(
+    module: nn.Module, sites: list[Site]
+) -> tuple[nn.Module, type, tuple[Match, ...], type, tuple[Match, ...]]:
+    """(module, its class now, all matches then, its class then, the matches added), or an error."""
+    first = sites[0]
+    at = first.name or first.type_name
+    done = applied_matches(module)
+    for site in sites:
+        if site.match in done:
+            raise FusekitError(f"{at}: {site.fusion} is applied already; make a new plan to see what is left")
+    if "forward" in module.__dict__:
+        raise FusekitError(
+            f"{at}: another tool put a forward on this instance since the plan was made; plan again"
+        )
+    now = analyse(module)
+    for site in sites:
+        if site.match not in now.matches:
+            raise FusekitError(
+                f"{at}: it changed since the plan was made, and {site.fusion} no longer fits; plan again"
+            )
+    added = tuple(site.match for site in sites)
+    after = (*done, *added)
+    assert now.source is not None
+    cls = fused_class(original_class(module), now.source, now.kernels, after)
+    return module, type(module), after, cls, added
+
+
+def _revert(left: list[Site]) -> None:
+    """Take sites off, one module after another; a site leaves the list once it is off."""
+    changes = []
+    for module, sites in _by_module(left):
+        at = sites[0].name or sites[0].type_name
+        if not is_fused(module) or any(site.match not in applied_matches(module) for site in sites):
+            raise FusekitError(
+                f"{at}: its class is now {type(module).__module__}.{type(module).__qualname__}, not the one that "
+                "fusekit gave it; undo what replaced it first, then revert"
+            )
+        if "forward" in module.__dict__:
+            raise FusekitError(
+                f"{at}: another tool put a forward on this instance after it was fused; take that off first, "
+                "then revert"
+            )
+        off = tuple(site.match for site in sites)
+        rest = tuple(match for match in applied_matches(module) if match not in off)
+        cls = original_class(module)
+        if rest:
+            now = analyse(module)
+            assert now.source is not None
+            cls = fused_class(cls, now.source, now.kernels, rest)
+        changes.append((module, cls, off, sites))
+    for module, cls, off, sites in changes:
+        unbind(module, cls, off)
+        for site in sites:
+            left.remove(site)
+
+
+def fuse(model: nn.Module, **options: Any) -> Fused:
+    """Plan and apply in one step; `options` are those of `plan`."""
+    return plan(model, **options).apply()
+
+
+def revert(model: nn.Module) -> None:
+    """Take every fusion off `model`, whichever plan applied it.
+
+    Raises `FusekitError` when nothing is applied.
+    """
+    if not isinstance(model, nn.Module):
+        raise FusekitError(f"revert() takes a module, not {type(model).__name__}")
+    left = [
+        Site(name, match.fusion, match.parts, module, match, analyse(module), True)
+        for name, module in model.named_modules()
+        if is_fused(module)
+        for match in applied_matches(module)
+    ]
+    if not left:
+        raise FusekitError(f"nothing is fused in this {type(model).__name__}: there is nothing to revert")
+    _revert(left)

@@ -1,0 +1,165 @@
+"""The fused forward is bound by class: a subclass made once for a class and a set of rewrites.
+
+Nothing but merged storage is stored on an instance; giving the class back reverts.
+"""
+
+import copy
+import copyreg
+import weakref
+from typing import Any
+
+import torch.nn as nn
+
+from fusekit import kernels
+from fusekit.errors import FusekitError
+from fusekit.forward import Edit, ForwardSource, compile_edited, original_class
+from fusekit.forward.source import ORIGINAL
+from fusekit.fusions import Match
+from fusekit.model.storage import MergedLinear
+
+MATCHES = "_fusekit_matches"
+
+_classes: "weakref.WeakValueDictionary[Any, type]" = weakref.WeakValueDictionary()
+
+
+def applied_matches(module: nn.Module) -> tuple[Match, ...]:
+    """The rewrites that the class of `module` carries, none for a module that is not fused."""
+    return getattr(type(module), MATCHES, ())
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether fusekit gave `module` its class."""
+    return MATCHES in type(module).__dict__
+
+
+def fused_class(cls: type, source: ForwardSource, kernels_name: str, matches: tuple[Match, ...]) -> type:
+    """The subclass of `cls` whose forward is `source` with every edit of `matches` made.
+
+    Equal arguments give the same class while it is in use, so that equal layers share one code object.
+    """
+    edits = tuple(sorted(edit for match in matches for edit in match.edits))
+    key = (cls, source.function, edits)
+    found = _classes.get(key)
+    if found is None:
+        found = _make_class(cls, source, kernels_name, edits, matches)
+        _classes[key] = found
+    return found
+
+
+def _make_class(
+    cls: type, source: ForwardSource, kernels_name: str, edits: tuple[Edit, ...], matches: tuple[Match, ...]
+) -> type:
+    forward = compile_edited(source, edits, {kernels_name: kernels})[0]
+    names: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        ORIGINAL: cls,
+        MATCHES: matches,
+        "__reduce_ex__": _reduce_as_original,
+    }
+    if any(match.storage for match in matches):
+        names |= {"_apply": _apply_and_settle, "_load_from_state_dict": _load_and_settle}
+    plain_copy = all(
+        name not in base.__dict__
+        for base in cls.__mro__
+        if base not in (nn.Module, object)
+        for name in ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
+    )
+    if plain_copy:
+        names["__deepcopy__"] = _deepcopy_fused
+    made: type = type(cls)(cls.__name__, (cls,), names)
+    # Some bases wrap `forward` in __init_subclass__; the one compiled here is wrapped already.
+    made.forward = forward  # type: ignore[attr-defined]
+    return made
+
+
+def storages(module: nn.Module) -> list[MergedLinear]:
+    """The merged storages of a fused module."""
+    names = [match.storage for match in applied_matches(module) if match.storage]
+    return [module.__dict__[name] for name in names if name in module.__dict__]
+
+
+# -- methods of every fused class -------------------------------------------------------------
+
+
+def _next_in_line(module: nn.Module) -> Any:
+    """`super()` of the fused class, from the functions below that several classes share."""
+    cls = next(base for base in type(module).__mro__ if MATCHES in base.__dict__)
+    return super(cls, module)
+
+
+def _apply_and_settle(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`nn.Module._apply` (`.to()`, `.half()`, `.to_empty()`, ...) moves each parameter by itself."""
+    result = _next_in_line(self)._apply(*args, **kwargs)
+    for storage in storages(self):
+        storage.settle()
+    return result
+
+
+def _load_and_settle(self: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+    """`load_state_dict(assign=True)` puts other parameters in the parts, after this is called."""
+    if local_metadata.get("assign_to_params_buffers"):
+        for storage in storages(self):
+            storage.pending = True
+    _next_in_line(self)._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def _reduce_as_original(self: nn.Module, protocol: int) -> Any:
+    """A pickle of a fused module is one of the module as it was, with its present values."""
+    cls = original_class(self)
+    merged = {match.storage for match in applied_matches(self)}
+    function, arguments, *rest = _next_in_line(self).__reduce_ex__(protocol)
+    arguments = tuple(cls if argument is type(self) else argument for argument in arguments)
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle takes it for the object's own class alone
+        function = cls.__new__
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {name: value for name, value in rest[0].items() if name not in merged}
+    return (function, arguments, *rest)
+
+
+def _deepcopy_fused(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a fused module is fused, with a storage of its own."""
+    made = type(self).__new__(type(self))
+    memo[id(self)] = made
+    made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+    for storage in storages(made):
+        storage.adopt(made)
+    return made
+
+
+# -- binding ----------------------------------------------------------------------------------
+
+
+def bind(module: nn.Module, cls: type, matches: tuple[Match, ...]) -> None:
+    """Give `module` the class `cls`, and each merged match of `matches` its storage first.
+
+    Whatever stops it half-way leaves the module as it was.
+    """
+    new = [match for match in matches if match.storage and match.storage not in module.__dict__]
+    try:
+        for match in new:
+            assert match.storage is not None
+            storage = MergedLinear(module, match.parts)
+            module.__dict__[match.storage] = storage
+            if not storage.tie():
+                raise FusekitError(f"the weights of {', '.join(match.parts)} do not fit into one storage")
+        module.__class__ = cls
+    except BaseException:
+        for match in new:
+            _drop_storage(module, match)
+        raise
+
+
+def unbind(module: nn.Module, cls: type, dropped: tuple[Match, ...]) -> None:
+    """Give `module` the class `cls` back and take the storage of `dropped` matches away."""
+    module.__class__ = cls
+    for match in dropped:
+        _drop_storage(module, match)
+
+
+def _drop_storage(module: nn.Module, match: Match) -> None:
+    storage = module.__dict__.get(match.storage or "")
+    if isinstance(storage, MergedLinear):
+        storage.untie()
+        del module.__dict__[match.storage]  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""What only the instance can say: are its parts plain, alone, of one dtype, on one device?"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fusekit.fusions import Analysis, Match, Objection, Refusal, analyse
+from fusekit.kernels import activation_name
+from fusekit.model.binding import applied_matches
+from fusekit.model.storage import is_plain
+
+QUANTIZERS = (
+    "bitsandbytes",
+    "torchao",
+    "torch.ao",
+    "auto_gptq",
+    "gptqmodel",
+    "awq",
+    "quanto",
+    "optimum",
+    "hqq",
+    "aqlm",
+)
+
+
+@dataclass
+class Uses:
+    """How often each module and parameter of a model is used, and which storages they lie in."""
+
+    modules: Counter[int]
+    parameters: Counter[int]
+    storages: dict[int, set[int]]  # storage -> parameters in it
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Uses":
+        modules: Counter[int] = Counter()
+        parameters: Counter[int] = Counter()
+        storages: dict[int, set[int]] = {}
+        for module in model.modules():
+            modules.update(id(child) for child in module._modules.values() if child is not None)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    parameters[id(tensor)] += 1
+                    storage = _storage_of(tensor)
+                    if storage is not None:
+                        storages.setdefault(storage, set()).add(id(tensor))
+        return cls(modules, parameters, storages)
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except Exception:  # a subclass without one storage
+        return None
+
+
+def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, uses: Uses) -> Refusal | None:
+    """Why `match` does not hold for this instance, None when it does."""
+    path = analysis.source.path if analysis.source else None
+    at = name or type(module).__name__
+
+    def refusal(reason: str, message: str, line: int | None = None) -> Refusal:
+        text = f"{at}: cannot fuse {match.fusion}: {message}"
+        return Refusal(name, match.fusion, reason, text, path if line else None, line, match.parts)
+
+    if "forward" in module.__dict__:
+        return refusal("instance-forward", "another tool put a forward on this instance; take it off first")
+    for part in match.parts:
+        found = _part_objection(part, module.get_submodule(part), uses)
+        if found:
+            return refusal(*found, match.line)
+    found = _group_objection(match.parts, [module.get_submodule(part) for part in match.parts], uses)
+    if found:
+        return refusal(*found, match.line)
+    for linear in sorted(match.linears):
+        if not is_plain(module.get_submodule(linear)):
+            why = f"{linear} runs between the parts and is no plain linear (a subclass, or hooked)"
+            return refusal("input-may-be-written", why, match.line)
+    for norm in sorted(match.norms):
+        if not is_proven_norm(module.get_submodule(norm)):
+            why = f"{norm} runs between the parts and is not proven to be an RMSNorm without hooks"
+            return refusal("input-may-be-written", why, match.line)
+    for activation in sorted(match.activations):
+        if activation_name(module.get_submodule(activation)) is None:
+            why = f"{activation} is not exactly a known activation, or carries hooks"
+            return refusal("not-this-function", why, match.line)
+    return None
+
+
+def refusal_from(name: str, module: nn.Module, analysis: Analysis, objection: Objection) -> Refusal:
+    """An objection of the class as a refusal of this instance, its state named where that is the cause."""
+    path = analysis.source.path if analysis.source else None
+    at = name or type(module).__name__
+    reason, message = objection.reason, objection.message
+    if "parametrizations" in module._modules:
+        reason, message = "parametrized", "its weight is computed by a parametrization; remove it first"
+    text = f"{at}: cannot fuse {objection.fusion}: {message}"
+    return Refusal(name, objection.fusion, reason, text, path, objection.line, objection.parts)
+
+
+def is_proven_norm(module: nn.Module) -> bool:
+    """Whether a submodule is an RMSNorm and nothing else: no hook, no forward of its own."""
+    state = module.__dict__
+    hooked = any(
+        state[name]
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+    if hooked or "forward" in state:
+        return False
+    if type(module) is nn.RMSNorm:
+        return True
+    return any(match.fusion == "rms_norm" for match in (*applied_matches(module), *analyse(module).matches))
+
+
+Found = tuple[str, str] | None
+
+
+def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
+    home = type(part).__module__
+    if hasattr(part, "base_layer"):
+        return "adapter", f"{path} is wrapped by an adapter ({type(part).__name__}); merge the adapter first"
+    if home.startswith(QUANTIZERS):
+        return "quantized", f"{path} is a {type(part).__name__} of {home}: fuse before quantizing"
+    if "parametrizations" in part._modules:
+        return "parametrized", f"the weight of {path} is computed by a parametrization; remove it first"
+    if type(part) is not nn.Linear:
+        return "subclass", f"{path} is a {type(part).__name__}, which may compute more than nn.Linear"
+    if hasattr(part, "_hf_hook"):
+        return "offloaded", f"{path} is offloaded or dispatched by accelerate; remove its hooks first"
+    if "forward" in part.__dict__:
+        return "instance-forward", f"another tool put a forward on {path}"
+    if not is_plain(part):
+        return "hooked", f"{path} carries hooks, which would no longer be called; remove them first"
+    if uses.modules[id(part)] > 1:
+        return "tied", f"{path} is used in several places of the model"
+    for name, parameter in part._parameters.items():
+        found = _parameter_objection(f"{path}.{name}", parameter, uses)
+        if found:
+            return found
+    return None
+
+
+def _parameter_objection(path: str, parameter: Any, uses: Uses) -> Found:
+    if parameter is None:
+        return None
+    if type(parameter) is not nn.Parameter or not parameter.dtype.is_floating_point:
+        kind = f"{type(parameter).__name__} of {parameter.dtype}"
+        return "quantized", f"{path} is a {kind}, not a plain floating parameter"
+    if uses.parameters[id(parameter)] > 1:
+        return "tied", f"{path} is tied: another module uses it too"
+    if parameter.device.type == "cpu" and parameter.is_shared():
+        return "tied", f"{path} lies in memory shared with other processes"
+    return None
+
+
+def _group_objection(paths: tuple[str, ...], parts: list[nn.Module], uses: Uses) -> Found:
+    weights = [part.weight for part in parts if isinstance(part, nn.Linear)]
+    if not weights:
+        return None
+    parameters = [
+        parameter for part in parts for parameter in part._parameters.values() if parameter is not None
+    ]
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    if len(dtypes) > 1:
+        each = ", ".join(
+            f"{path} {str(w.dtype).removeprefix('torch.')}" for path, w in zip(paths, weights, strict=True)
+        )
+        return "dtype-mismatch", f"the parts have different dtypes ({each})"
+    if len({parameter.device for parameter in parameters}) > 1:
+        each = ", ".join(f"{path} on {w.device}" for path, w in zip(paths, weights, strict=True))
+        return "device-mismatch", f"the parts lie on different devices ({each}); move them to one"
+    # Parameters that are views into a larger tensor (a flat buffer) belong to whoever made that.
+    own = {id(parameter) for parameter in parameters}
+    for storage in {_storage_of(parameter) for parameter in parameters} - {None}:
+        inside = [parameter for parameter in parameters if _storage_of(parameter) == storage]
+        size = sum(parameter.numel() * parameter.element_size() for parameter in inside)
+        whole = inside[0].untyped_storage().nbytes()
+        if uses.storages.get(storage, set()) - own or whole > size:  # type: ignore[arg-type]
+            return (
+                "tied",
+                f"the weights of {', '.join(paths)} are views into a larger tensor that others may use",
+            )
+    return None

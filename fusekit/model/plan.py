@@ -1,0 +1,263 @@
+"""`plan(model)`: every site and refusal of a model, with nothing changed."""
+
+import difflib
+import fnmatch
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+
+from fusekit.errors import FusekitError
+from fusekit.forward import SourceDiff, edited_text, original_class
+from fusekit.fusions import FUSIONS, Analysis, Match, Refusal, analyse
+from fusekit.model.binding import applied_matches
+from fusekit.model.checks import Uses, refusal_from, refusal_of
+from fusekit.shown import Shown
+from fusekit.tracing import AliasReport, Trace, aliasing
+
+if TYPE_CHECKING:
+    import pandas
+
+    from fusekit.model.apply import Fused
+    from fusekit.model.verify import VerifyReport
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Site(Shown):
+    """One place in a model where one fusion applies.
+
+    `name` is the path of its module ("" for the model itself); `parts` are the merged linears,
+    relative to it, in the order of their rows (glu: gate, up; none for a norm). `applied` says
+    whether it was applied when the plan was made.
+    """
+
+    name: str
+    fusion: str
+    parts: tuple[str, ...]
+    module: nn.Module
+    match: Match
+    analysis: Analysis
+    applied: bool = False
+
+    @property
+    def type_name(self) -> str:
+        """The name of its module's class."""
+        return original_class(self.module).__name__
+
+    @property
+    def title(self) -> str:
+        return f"{self.name or self.type_name}: {self.fusion}"
+
+    @functools.cached_property
+    def diff(self) -> SourceDiff:
+        """The forward before and after this one site; `str()` of it is a unified diff."""
+        source = self.analysis.source
+        assert source is not None
+        after = edited_text(source, self.match.edits)
+        return SourceDiff(source.text, after, source.path, source.line, self.title)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the module's original forward that the site was found in."""
+        assert self.analysis.trace is not None
+        return self.analysis.trace
+
+    @functools.cached_property
+    def aliasing(self) -> AliasReport:
+        """What may share storage in that forward."""
+        return aliasing(self.module)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Plan(Shown):
+    """All sites and refusals of a model; nothing is changed until `apply()`.
+
+    `sites` can be applied, `refusals` say what almost could and why not, `applied` are the sites
+    that already were when the plan was made. `plan["layers.0"]` is the part of it under a path.
+    """
+
+    model: nn.Module
+    sites: tuple[Site, ...]
+    refusals: tuple[Refusal, ...]
+    applied: tuple[Site, ...]
+    scope: str = ""
+
+    @property
+    def model_name(self) -> str:
+        return original_class(self.model).__name__
+
+    def __getitem__(self, path: str) -> "Plan":
+        """The plan of what lies under `path`; raises `FusekitError` for a path that does not exist."""
+        if not isinstance(path, str):
+            raise FusekitError(
+                f"plan[{path!r}]: a plan is asked by the path of a module; use plan.sites[{path!r}]"
+            )
+        _module_at(self.model, path)
+
+        def under(name: str) -> bool:
+            return not path or name == path or name.startswith(path + ".")
+
+        return replace(
+            self,
+            sites=tuple(site for site in self.sites if under(site.name)),
+            refusals=tuple(refusal for refusal in self.refusals if under(refusal.name)),
+            applied=tuple(site for site in self.applied if under(site.name)),
+            scope=path,
+        )
+
+    def apply(self, model: nn.Module | None = None) -> "Fused":
+        """Apply every site in place; the result reverts, and is a context manager that does.
+
+        Nothing is changed if anything stands against it. Raises `FusekitError` when `model` is
+        given and is not the model of the plan, when a module changed since the plan was made, or
+        when a site is applied already.
+        """
+        from fusekit.model.apply import apply
+
+        return apply(self, model)
+
+    def verify(self, *inputs: Any, **options: Any) -> "VerifyReport":
+        """Check the fused model against float64; see `fusekit.model.verify.verify`."""
+        from fusekit.model.verify import verify
+
+        return verify(self, *inputs, **options)
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """One row a site or refusal: name, type, fusion, parts, state, reason, message, path, line."""
+        import pandas as pd
+
+        rows: list[dict[str, Any]] = []
+        for site in (*self.sites, *self.applied):
+            source = site.analysis.source
+            rows.append(
+                {
+                    "name": site.name,
+                    "type": site.type_name,
+                    "fusion": site.fusion,
+                    "parts": ", ".join(site.parts),
+                    "state": "applied" if site.applied else "site",
+                    "reason": "",
+                    "message": "",
+                    "path": source.path if source else "",
+                    "line": site.match.line,
+                }
+            )
+        for refusal in self.refusals:
+            rows.append(
+                {
+                    "name": refusal.name,
+                    "type": original_class(_module_at(self.model, refusal.name)).__name__,
+                    "fusion": refusal.fusion,
+                    "parts": ", ".join(refusal.parts),
+                    "state": "refused",
+                    "reason": refusal.reason,
+                    "message": refusal.message,
+                    "path": refusal.path or "",
+                    "line": refusal.line or 0,
+                }
+            )
+        columns = ["name", "type", "fusion", "parts", "state", "reason", "message", "path", "line"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the plan as one html file that needs nothing else; returns its path."""
+        from fusekit import display
+
+        path = Path(path)
+        path.write_text(display.page(self), encoding="utf-8")
+        return path
+
+
+def plan(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    only: Iterable[str] | str | None = None,
+    exclude: Iterable[str] | str = (),
+    layers: Iterable[str] | str | None = None,
+) -> Plan:
+    """What can be fused in `model`, what almost can, and why not. Changes nothing.
+
+    Needs neither weights nor example inputs, and works on the meta device. `only` and `exclude`
+    name fusions (`qkv`, `kv`, `columns`, `glu`, `rms_norm`), `layers` are patterns of
+    module paths as in `fnmatch`; a pattern takes everything under what it matches. A module that
+    is used in several places is named by the first, as `named_modules()` does.
+
+    Raises `FusekitError` for a fusion that does not exist or a pattern that matches no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise FusekitError(f"plan() takes a module, not {type(model).__name__}: pass the model itself")
+    if inputs is not None:
+        raise FusekitError(
+            "plan(inputs=...) is not there yet: plan(model) needs none; trace(module, ...) takes them"
+        )
+    wanted = _fusions(only, FUSIONS) - _fusions(exclude, ())
+    patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
+    modules = dict(model.named_modules())
+    chosen = _chosen(modules, patterns)
+    uses = Uses.of(model)
+    sites: list[Site] = []
+    refusals: list[Refusal] = []
+    applied: list[Site] = []
+    for name in chosen:
+        module = modules[name]
+        analysis = analyse(module)
+        done = applied_matches(module)
+        for match in analysis.matches:
+            if match.fusion not in wanted:
+                continue
+            if match in done:
+                applied.append(Site(name, match.fusion, match.parts, module, match, analysis, True))
+                continue
+            refusal = refusal_of(name, module, analysis, match, uses)
+            if refusal:
+                refusals.append(refusal)
+            else:
+                sites.append(Site(name, match.fusion, match.parts, module, match, analysis))
+        for objection in analysis.objections:
+            if objection.fusion in wanted:
+                refusals.append(refusal_from(name, module, analysis, objection))
+    return Plan(model, tuple(sites), tuple(refusals), tuple(applied))
+
+
+def _fusions(names: Iterable[str] | str | None, default: Iterable[str]) -> set[str]:
+    if names is None or names == ():
+        return set(default)
+    chosen = [names] if isinstance(names, str) else list(names)
+    for name in chosen:
+        if name not in FUSIONS:
+            raise FusekitError(
+                f"there is no fusion {name!r}{_did_you_mean(name, FUSIONS)}; there are {', '.join(FUSIONS)}"
+            )
+    return set(chosen)
+
+
+def _chosen(modules: dict[str, nn.Module], patterns: list[str] | None) -> list[str]:
+    if patterns is None:
+        return list(modules)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        heads = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not heads:
+            raise FusekitError(f"layers={pattern!r} matches no module{_did_you_mean(pattern, modules)}")
+        under = tuple(f"{head}." for head in heads if head)
+        chosen |= set(heads) | {name for name in modules if name.startswith(under)}
+    return [name for name in modules if name in chosen]
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        names = [name for name, _ in model.named_modules()]
+        raise FusekitError(
+            f"there is no module {path!r} in {type(model).__name__}{_did_you_mean(path, names)}"
+        ) from None
+
+
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,1 @@
+"""Notebooks: the magic, and a small pretrained model to try things on."""

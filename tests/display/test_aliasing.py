@@ -1,0 +1,42 @@
+"""Alias sets, writes and their evidence."""
+
+from fusekit import display
+from fusekit.tracing import AliasReport, AliasSet, Evidence, Write
+
+
+def report(sets=(), writes=(), **fields):
+    given = dict(source=None, stopped=None, assumptions=()) | fields
+    return AliasReport("Mlp", sets=tuple(sets), writes=tuple(writes), **given)
+
+
+def test_a_set_stands_with_its_evidence_and_what_the_run_saw(read):
+    steps = (Evidence(7, "x.view(-1)", "view", True), Evidence(9, "y.reshape(4)", "may be a view", None))
+    some = report([AliasSet(("x", "y", "z"), steps), AliasSet(("w",), ())])
+    text = display.text(some)
+    assert "x, y, z            line 7: x.view(-1) (view)" in text and "not run" in text
+    assert "1 alias set" in text and "share with no other name: w" in text
+    seen = read(display.html(some)).text
+    assert "x.view(-1)" in seen and "may be a view" in seen and "yes" in seen
+
+
+def test_no_write_is_said_out_loud(read):
+    assert "writes nothing" in display.text(report())
+    assert "Writes nothing." in read(display.html(report())).text
+
+
+def test_a_write_names_what_it_may_write(read):
+    some = report(writes=[Write(3, "x.mul_(2)", ("x", "y"), False)])
+    assert "1 write" in display.text(some)
+    row = next(line for line in display.text(some).splitlines() if "x.mul_(2)" in line)
+    assert row.split() == ["3", "x.mul_(2)", "x,", "y", "no"]
+
+
+def test_a_stop_limits_what_is_claimed(samples):
+    text = display.text(samples["empty aliasing"])
+    assert "stopped at b.py:3: a branch on data" in text and "writes nothing up to there" in text
+
+
+def test_the_source_marks_its_writes_and_steps(samples, read):
+    html = display.html(samples["aliasing"])
+    source = samples["aliasing"].source
+    assert f"w {source.line + 3}" in html and f"= {source.line + 2}" in html
