@@ -32,7 +32,8 @@ def _seen_html(observed: bool | None) -> Html:
 
 
 def _why(evidence: Evidence) -> str:
-    return f"line {evidence.line}: {clip(evidence.text, 100)} ({evidence.kind})"
+    at = f"line {evidence.line}: " if evidence.line else ""
+    return f"{at}{clip(evidence.text, 100)} ({evidence.kind})"
 
 
 def _names(names: tuple[str, ...]) -> str:
@@ -44,7 +45,9 @@ def _shared(report: AliasReport) -> list[AliasSet]:
 
 
 def _alone(report: AliasReport) -> tuple[str, ...]:
-    return tuple(name for one in report.sets if len(one.names) == 1 for name in one.names)
+    """Names that share with none anywhere; one that shares at some point of the forward is left out."""
+    shared = {name for one in _shared(report) for name in one.names}
+    return tuple(dict.fromkeys(name for one in report.sets for name in one.names if name not in shared))
 
 
 def _until(report: AliasReport) -> str:
@@ -72,7 +75,7 @@ def _(report: AliasReport) -> str:
             head = [str(n), _names(one.names)] if i == 0 else ["", ""]
             rows.append([*head, *([_why(step), seen(step.observed)] if step else ["no step is known", ""])])
     if rows:
-        lines += columns([["set", "may share storage", "why", "seen on meta"], *rows], [0, 40, 90, 0])
+        lines += columns([["set", "may share storage", "why", "seen on meta"], *rows], [0, 64, 90, 0])
     else:
         lines.append(f"  no two names share storage{_until(report)}")
     if _alone(report):
@@ -112,7 +115,7 @@ def _sets(report: AliasReport) -> Html:
         for i, step in enumerate(why):
             names = many(*_by_comma(one.names)) if i == 0 else ""
             text = many(code(step.text), soft(f" ({step.kind})")) if step else soft("no step is known")
-            at = str(step.line) if step else ""
+            at = str(step.line) if step and step.line else ""
             rows.append(row_of([str(n) if i == 0 else "", names, at, text, _observed(step)], 5))
     head = ["set", "names that may share storage", "line", "why", "seen on meta"]
     return many(frame("Alias sets", head, rows), alone)

@@ -4,8 +4,9 @@ import torch.fx
 from torch.export import ExportedProgram
 
 from fusekit.display.dispatch import as_html, as_text
-from fusekit.display.graph import drawing, graph_table, graph_text
+from fusekit.display.drawing import drawing
 from fusekit.display.markup import Html, count, line, many, tag
+from fusekit.display.nodes import graph_table, graph_text
 
 
 def _nowhere(node: torch.fx.Node) -> tuple[str, str]:

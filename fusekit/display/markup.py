@@ -45,7 +45,7 @@ def clip(text: str, width: int) -> str:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """ "1 site", "3 sites"."""
+    """A number with its noun: 1 site, 3 sites."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -79,8 +79,10 @@ def line(*parts: object) -> Html:
     return tag("div", many(*parts), "margin:2px 0")
 
 
-def code(text: object) -> Html:
-    return tag("code", text, "font-family:monospace;background:transparent;padding:0")
+def code(text: object, whole: bool = False) -> Html:
+    """Something to type; `whole` is never broken into lines (a cell's own rule does not reach into it)."""
+    style = "font-family:monospace;background:transparent;padding:0"
+    return tag("code", text, style + (";white-space:nowrap" if whole else ""))
 
 
 def soft(text: object) -> Html:
@@ -125,9 +127,13 @@ def frame(caption: object, head: Sequence[object], rows: Iterable[Html]) -> Html
     return tag("div", body, "overflow-x:auto")
 
 
-def row_of(row: Sequence[object], width: int, mono: Sequence[int] = (), whole: Sequence[int] = ()) -> Html:
+def row_of(
+    row: Sequence[object], width: int, mono: Sequence[int] = (), whole: Sequence[int] = (), paper: str = ""
+) -> Html:
+    """One row of a table of `width` columns; `paper` overrides the stripes of a notebook's own style."""
+    ground = f"background:{paper}" if paper else ""
     if len(row) == 1 and width > 1:
-        return tag("tr", tag("td", row[0], CELL, colspan=str(width)))
+        return tag("tr", tag("td", row[0], CELL, colspan=str(width)), ground)
     cells = []
     for i, cell in enumerate(row):
         style = CELL + (";" + MONO if i in mono else "") + (";white-space:nowrap" if i in whole else "")
@@ -135,4 +141,4 @@ def row_of(row: Sequence[object], width: int, mono: Sequence[int] = (), whole: S
             cells.append(tag("th", cell, style + ";font-weight:normal", scope="row"))
         else:
             cells.append(tag("td", cell, style))
-    return tag("tr", many(*cells))
+    return tag("tr", many(*cells), ground)

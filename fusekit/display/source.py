@@ -9,7 +9,7 @@ from fusekit.forward import ForwardSource
 
 
 def place(path: str | None, number: int | None) -> str:
-    """ "modeling_llama.py:210"; "" where there is no path."""
+    """File and line, as in modeling_llama.py:210; empty where there is no path."""
     name = os.path.basename(path) if path else ""
     return name if number is None or not name else f"{name}:{number}"
 

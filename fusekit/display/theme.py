@@ -2,12 +2,13 @@
 
 Every colour has three values. The first, inline, is of middling lightness and has a contrast of
 about 4 on white and on near-black; it is all that an untrusted notebook keeps. The other two, for
-light and dark grounds, come with the `<style>`. Which ground it is: JupyterLab says so on `body`
-(a media query does not know, it stays light in JupyterLab Dark), then VS Code; elsewhere the page's
-own `color-scheme`, through `light-dark()`. A page that follows the reader's `prefers-color-scheme`
-declares it there; asking the media query directly would write pale ink on the white paper of a page
-that does not.
+light and dark paper, come with the `<style>`, and only where the paper is known: JupyterLab says so
+on `body` (a media query does not know, it stays light in JupyterLab Dark), VS Code does too, and a
+page of our own follows the reader's `prefers-color-scheme` in ink and paper alike. Asking that
+query anywhere else would write pale ink on the white paper of a page that does not follow it.
 """
+
+from collections.abc import Sequence
 
 from fusekit.display.markup import Html, esc, many, tag
 
@@ -58,28 +59,39 @@ def wrap(body: Html) -> str:
 
 
 def document(body: Html, title: str) -> str:
+    """A whole page, on light or dark paper as the reader's system has it."""
     head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{esc(title)}</title>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body class="fk-page">{body}</body></html>\n'
+
+
+LIGHT = ('body[data-jp-theme-light="true"]', "body.vscode-light", "body.vscode-high-contrast-light")
+DARK = (
+    'body[data-jp-theme-light="false"]',
+    "body.vscode-dark",
+    "body.vscode-high-contrast:not(.vscode-high-contrast-light)",
+)
 
 
 def _style() -> str:
     light = ";".join(f"--fk-{name}:{c[1]}" for name, c in COLOURS.items())
     dark = ";".join(f"--fk-{name}:{c[2]}" for name, c in COLOURS.items())
-    either = ";".join(f"--fk-{name}:light-dark({c[1]},{c[2]})" for name, c in COLOURS.items())
-    inks = "".join(f".fusekit .fk-{name}{{color:var(--fk-{name})!important}}" for name in COLOURS)
+    inks = "".join(
+        f".fusekit .fk-{name}{{color:var(--fk-{name},{c[0]})!important}}" for name, c in COLOURS.items()
+    )
     mono = "var(--jp-code-font-family,var(--vscode-editor-font-family,ui-monospace,monospace))"
     return (
-        f"@supports (color:light-dark(red,red)){{.fusekit{{{either}}}{inks}}}"
-        f'body[data-jp-theme-light="true"] .fusekit,body.vscode-light .fusekit{{{light}}}'
-        f'body[data-jp-theme-light="false"] .fusekit,body.vscode-dark .fusekit,'
-        f"body.vscode-high-contrast:not(.vscode-high-contrast-light) .fusekit{{{dark}}}"
+        f"{_on(LIGHT)}{{{light}}}{_on(DARK)}{{{dark}}}{_on(['body.fk-page'])}{{{light}}}"
+        f"@media (prefers-color-scheme:dark){{{_on(['body.fk-page'])}{{{dark}}}}}"
+        f"{inks}"
         f".fusekit pre,.fusekit code,.fusekit svg text{{font-family:{mono}}}"
         ".fusekit pre{font-size:12px!important;line-height:1.5!important;tab-size:4;color:inherit}"
         ".fusekit code{color:inherit;font-size:95%}"
         ".fusekit table{font-variant-numeric:tabular-nums}"
-        ".fusekit tr,.fusekit td,.fusekit th{background:transparent}"
         ".fusekit .fk-rich{display:block!important}.fusekit .fk-bare{display:none!important}"
         ".fusekit .fk-numbers{user-select:none}"
-        ".fusekit summary:focus-visible{outline:2px solid var(--fk-number)}"
-        ".fusekit mark{color:inherit}"
+        ".fusekit summary:focus-visible{outline:2px solid currentColor}"
     )
+
+
+def _on(grounds: Sequence[str]) -> str:
+    return ",".join(f"{ground} .fusekit" for ground in grounds)

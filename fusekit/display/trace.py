@@ -3,8 +3,9 @@
 import torch.fx
 
 from fusekit.display.dispatch import as_html, as_text
-from fusekit.display.graph import drawing, graph_table, graph_text
+from fusekit.display.drawing import drawing
 from fusekit.display.markup import Html, columns, count, fold, line, lines_of, many, soft, table, tag
+from fusekit.display.nodes import graph_table, graph_text
 from fusekit.display.source import folded_source, place
 from fusekit.display.theme import ink, notice
 from fusekit.forward import ForwardSource

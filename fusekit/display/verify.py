@@ -1,9 +1,10 @@
 """A verify report: the verdict, the checks with the worst of each kind first, what was not run."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 from fusekit.display.dispatch import as_html, as_text
-from fusekit.display.markup import Html, code, columns, count, fold, line, many, soft, table, tag
+from fusekit.display.markup import Html, code, columns, count, fold, line, many, pre, soft, table, tag
 from fusekit.display.theme import TINTS, verdict
 from fusekit.model import Check, LayerError, NotRun, VerifyReport
 
@@ -47,6 +48,9 @@ def _verdict(report: VerifyReport) -> str:
     if report.ok:
         return "fused equals unfused within what float64 allows: ok"
     bad = [check for check in report.checks if not check.ok]
+    if not bad:
+        missing = ", ".join(one.what for one in report.not_run if not one.asked)
+        return f"UNDECIDED: every check that ran passed, but some could not be run ({missing})"
     what = dict.fromkeys(check.what for check in bad)
     return f"FAILED: {len(bad)} of {count(len(report.checks), 'check')} ({', '.join(what)})"
 
@@ -77,7 +81,9 @@ def _(report: VerifyReport) -> str:
         more += len(rest)
     lines += columns(rows, [0, 24, 44, 110], "    ")
     if more:
-        lines.append(f"    ... and {count(more, 'more check')}, none worse; .to_frame() has all")
+        lines.append(
+            f"    ... and {count(more, 'more check')}, none further from unfused; .to_frame() has all"
+        )
     if report.layers:
         last = report.layers[-1]
         errors = f"fused {number(last.fused_max)}, unfused {number(last.unfused_max)}"
@@ -117,25 +123,30 @@ def _checks(report: VerifyReport) -> Html:
         if rest:
             tail = soft(f"{len(rest) - FOLDED} more in .to_frame()") if len(rest) > FOLDED else ""
             good = "all ok" if all(check.ok for check in rest) else "with failures"
-            body = many(table("", HEAD, map(_row, rest[:FOLDED])), tail)
-            folds.append(fold(f"{name}: {len(rest)} more, none worse than shown, {good}", body))
-    return many(table("Checks against float64 (the worst of each kind)", HEAD, shown), *folds)
+            lines = columns([_cells(check) for check in rest[:FOLDED]], [0, 24, 80, 110], "")
+            body = many(pre("\n".join(lines)), tail)  # a tenth of a table's bytes
+            folds.append(fold(f"{name}: {len(rest)} more, none further from unfused, {good}", body))
+    return many(
+        table("Checks against float64, of each kind those furthest from unfused", HEAD, shown), *folds
+    )
 
 
 def _bar(value: float, largest: float, tint: str) -> Html:
-    width = round(120 * value / largest) if largest > 0 else 0
+    share = value / largest if largest > 0 and isfinite(value) else float(not isfinite(value))
+    width = round(120 * share)
     return tag("div", "", f"width:{max(width, 1)}px;height:6px;margin:2px 0;background:{TINTS[tint]}")
 
 
 def _layers(layers: Sequence[LayerError]) -> Html:
     if not layers:
         return Html("")
-    largest = max(max(one.fused_max, one.unfused_max) for one in layers)
+    errors = [error for one in layers for error in (one.fused_max, one.unfused_max)]
+    largest = max(filter(isfinite, errors), default=0.0)
     rows: list[list[object]] = []
     for one in layers:
         bars = many(_bar(one.unfused_max, largest, "bar-unfused"), _bar(one.fused_max, largest, "bar-fused"))
-        errors = [one.unfused_max, one.fused_max, one.unfused_rms, one.fused_rms]
-        rows.append([code(one.name), *map(number, errors), bars])
+        cells = [one.unfused_max, one.fused_max, one.unfused_rms, one.fused_rms]
+        rows.append([code(one.name), *map(number, cells), bars])
     head = ["after", "largest error: unfused", "fused", "rms: unfused", "fused", "bars: unfused above fused"]
     body = table("", head, rows)
     return fold(f"Error down the depth, {count(len(layers), 'layer')}", body, open_=len(layers) <= 12)

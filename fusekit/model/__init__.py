@@ -2,6 +2,19 @@
 
 from fusekit.model.apply import Fused, fuse, revert
 from fusekit.model.plan import Plan, Site, plan
+from fusekit.model.report import Check, LayerError, NotRun, VerifyReport
 from fusekit.model.storage import MergedLinear
 
-__all__ = ["Fused", "MergedLinear", "Plan", "Site", "fuse", "plan", "revert"]
+__all__ = [
+    "Check",
+    "Fused",
+    "LayerError",
+    "MergedLinear",
+    "NotRun",
+    "Plan",
+    "Site",
+    "VerifyReport",
+    "fuse",
+    "plan",
+    "revert",
+]

@@ -19,6 +19,18 @@ def test_a_set_stands_with_its_evidence_and_what_the_run_saw(read):
     assert "x.view(-1)" in seen and "may be a view" in seen and "yes" in seen
 
 
+def test_a_name_that_shares_somewhere_is_not_called_alone():
+    some = report(
+        [
+            AliasSet(("x",), ()),
+            AliasSet(("x", "y"), (Evidence(0, "getitem", "view", True),)),
+            AliasSet(("z",), ()),
+        ]
+    )
+    assert "share with no other name: z" in display.text(some)
+    assert "  getitem (view)" in display.text(some)  # made by no line of the source
+
+
 def test_no_write_is_said_out_loud(read):
     assert "writes nothing" in display.text(report())
     assert "Writes nothing." in read(display.html(report())).text

@@ -11,7 +11,7 @@ from torch import nn
 
 from fusekit import display
 from fusekit.display import layout
-from fusekit.display.graph import BOXES, boxes_of, drawing
+from fusekit.display.drawing import BOXES, boxes_of, drawing
 from fusekit.tracing import trace
 
 

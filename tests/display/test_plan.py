@@ -1,7 +1,7 @@
 """Plans, sites, refusals and what was applied."""
 
 from fusekit import display
-from fusekit.display.plan import group_refusals, group_sites
+from fusekit.display.site import group_refusals, group_sites
 from fusekit.forward import SourceDiff
 from fusekit.fusions import Refusal
 from fusekit.model import Fused
@@ -123,3 +123,21 @@ def test_what_was_applied_says_how_to_revert(stand_in, site, plan):
     assert "fused.revert()" in display.html(fused)
     undone = stand_in(Fused, plan=plan(some), sites=some, reverted=True)
     assert "reverted" in display.text(undone) and "fused.revert()" not in display.html(undone)
+
+
+def test_the_plan_of_a_llama_of_32_layers_is_five_rows_and_small(read):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fusekit.model import plan as plan_of
+
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(
+            LlamaConfig(hidden_size=64, num_hidden_layers=32, num_attention_heads=4, vocab_size=9)
+        )
+    real = plan_of(llama, only=["qkv", "glu", "rms_norm"])
+    lines = display.text(real).splitlines()
+    assert "model.layers.0-31.self_attn" in lines[2] and "× 32" in lines[2]
+    assert len(group_sites(real.sites)) == 5
+    html = display.html(real)
+    assert len(html) < 250_000 and read(html).text.count("before and after") == 5

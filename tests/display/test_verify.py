@@ -22,7 +22,7 @@ def test_many_checks_of_one_kind_show_the_worst_and_fold_the_rest(report, check,
     ((name, top, rest),) = split(some)
     assert (name, [one.name for one in top], len(rest)) == ("site qkv", ["layers.39"], 39)
     seen = read(display.html(report(some)))
-    assert "site qkv: 39 more, none worse than shown, all ok" in seen.text and "layers.0" in seen.text
+    assert "site qkv: 39 more, none further from unfused, all ok" in seen.text and "layers.0" in seen.text
     assert "... and 39 more checks" in display.text(report(some))
 
 
@@ -34,7 +34,7 @@ def test_every_failed_check_is_shown(check):
 
 def test_a_report_of_many_checks_is_small(report, check):
     some = [check("gradients", f"model.layers.{i}.attn.{p}.weight") for i in range(100) for p in "qkvo"]
-    assert len(display.html(report([*some, *(check("site", f"l.{i}", "glu") for i in range(400))]))) < 800_000
+    assert len(display.html(report([*some, *(check("site", f"l.{i}", "glu") for i in range(400))]))) < 150_000
 
 
 def test_what_was_not_run_says_why_and_whether_that_was_meant(report, check):
@@ -43,6 +43,21 @@ def test_what_was_not_run_says_why_and_whether_that_was_meant(report, check):
     assert "NOT RUN: generation: no tokenizer" in text and "left out: gradients: grads=False" in text
     html = display.html(report([check()], not_run=left))
     assert "could not run" in html and "left out as asked" in html
+
+
+def test_passed_checks_with_some_that_could_not_run_decide_nothing(report, check):
+    some = report([check()], not_run=[NotRun("generation", "no tokenizer", False)])
+    assert "UNDECIDED" in display.text(some) and "(generation)" in display.text(some)
+    assert "FAILED" not in display.html(some) and "allows: ok" not in display.html(some)
+
+
+def test_an_error_that_is_no_number_is_shown(report, check, read):
+    layers = [
+        LayerError("layers.0", 1e-7, float("nan"), 0.0, float("inf")),
+        LayerError("l.1", 1e-7, 1e-7, 0, 0),
+    ]
+    text = read(display.html(report([check(ok=False, fused=float("nan"))], layers))).text
+    assert "could not be drawn" not in text and "nan" in text and "inf" in text
 
 
 def test_nothing_checked_is_not_ok(report):
