@@ -161,6 +161,7 @@ def cell_contents(cell: types.CellType) -> Any:
         return None
 
 
+@functools.lru_cache(maxsize=4096)
 def source_of(chain: tuple[FunctionType, ...]) -> ForwardSource:
     """The source of the last function of `chain`, checked against the code that runs."""
     function = chain[-1]

@@ -81,8 +81,9 @@ class FusekitMagics(Magics):
           %fusekit revert fused
 
         Only `apply` and `revert` change the model. The flags go with plan, diff, apply and verify of a
-        module; diff, apply and verify also take a plan, revert a model or what apply gave. Each gives
-        the object that the functions of the same names in Python give: fusekit.plan(model), and so on.
+        module. diff, apply and verify also take a plan, and diff, verify and revert what apply gave.
+        Each gives what the Python of the same name gives, fusekit.plan(model) and so on, so the result
+        can be kept: plan = %fusekit plan model
         """
         words, flags = _split(line)
         what, _, expr = words.partition(" ")
@@ -189,6 +190,9 @@ def _revert(asked: _Asked) -> Fused | None:
 
 
 def _verify(asked: _Asked) -> Any:
+    if isinstance(asked.target, Fused):
+        asked.no_flags(": this is applied already")
+        return asked.target.plan.verify()
     return asked.plan().verify()
 
 
