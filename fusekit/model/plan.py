@@ -16,7 +16,7 @@ from fusekit.fusions import FUSIONS, Analysis, Match, Refusal, analyse
 from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
 from fusekit.shown import Shown
-from fusekit.tracing import AliasReport, Trace, aliasing
+from fusekit.tracing import AliasReport, Assumption, Trace, aliasing
 
 if TYPE_CHECKING:
     import pandas
@@ -88,6 +88,20 @@ class Plan(Shown):
     @property
     def model_name(self) -> str:
         return original_class(self.model).__name__
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What the traces behind the sites took for granted, each with the class it is about.
+
+        A site holds for every value of what is assumed, or it is a refusal.
+        """
+        found = {
+            Assumption(item.kind, f"{site.type_name}: {item.text}", item.line)
+            for site in (*self.sites, *self.applied)
+            if site.analysis.trace is not None
+            for item in site.analysis.trace.assumptions
+        }
+        return tuple(sorted(found, key=lambda item: (item.text, item.line or 0)))
 
     def __getitem__(self, path: str) -> "Plan":
         """The plan of what lies under `path`; raises `FusekitError` for a path that does not exist."""

@@ -16,6 +16,7 @@ from fusekit.tracing import AliasReport, Trace
 def shell():
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance()
+    shell.run_line_magic("unload_ext", "json")  # IPython makes these magics when first used
     yield shell
     InteractiveShell.clear_instance()
 
