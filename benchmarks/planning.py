@@ -60,7 +60,9 @@ def importing(rounds: int) -> tuple[float, float]:
     )
     pairs = []
     for _ in range(rounds):
-        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        printed = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
         pairs.append([float(number) for number in printed.split()])
     return tuple(statistics.median(column) for column in zip(*pairs, strict=True))
 

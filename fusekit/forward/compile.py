@@ -1,7 +1,5 @@
 """From the edited text to a function that stands in for the original one."""
 
-import __future__
-
 import ast
 import copy
 import functools
@@ -14,12 +12,8 @@ from typing import Any
 
 from fusekit.errors import FusekitError
 from fusekit.forward.edits import Edit, apply_edits
-from fusekit.forward.source import GENERATED, ForwardSource, NoSource, _place, cell_contents
+from fusekit.forward.source import FUTURE_FLAGS, GENERATED, ForwardSource, NoSource, _place, cell_contents
 from fusekit.forward.span import lines_of
-
-FUTURE_FLAGS = functools.reduce(
-    lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
-)
 
 
 def edited_text(source: ForwardSource, edits: Iterable[Edit]) -> str:
@@ -45,13 +39,16 @@ def compile_edited(
     digest = hashlib.sha256(after.encode()).hexdigest()[:12]
     filename = f"<fusekit {source.name} {digest}>"
     linecache.cache[filename] = (len(after), None, lines_of(after), filename)
-    GENERATED.add(filename)
+    GENERATED[filename] = after
     return rewrap(source.chain, compile_def(tree, filename, source, names))
 
 
 def _edited_def(source: ForwardSource, after: str) -> tuple[ast.FunctionDef, int]:
     # Edits lie inside the body, so the def still starts on its line.
-    place = _place(after, f"<edited {source.path}>", source.line, source.tree.name)
+    try:
+        place = _place(after, f"<edited {source.path}>", source.line, source.tree.name)
+    except SyntaxError as error:
+        raise FusekitError(f"the edits of {source.name} are no Python: {error}") from error
     if place is None or place[0].end_lineno is None:
         raise FusekitError(f"the edits of {source.name} lost its def")
     return place[0], place[0].end_lineno
@@ -65,7 +62,7 @@ def compile_def(
     It is compiled inside a class of the same name (private names, `__class__`) inside a function
     whose parameters are the original's free variables; only its code object is taken.
     """
-    original = source.function
+    original = source.chain[-1]
     code = _code_in_context(tree, filename, source, tuple(names))
     cells = dict(zip(original.__code__.co_freevars, original.__closure__ or (), strict=True))
     closure = []
@@ -93,15 +90,10 @@ def _code_in_context(
     # The class is a global (or a cell) for its methods, never a local of our scope.
     body: list[ast.stmt] = [home] if own in free else [ast.Global([own]), home]
     parameters = [ast.arg(name) for name in (*free, *extra)]
-    scope = ast.FunctionDef(
-        name="__scope__",
-        args=ast.arguments([], parameters, None, [], [], None, []),
-        body=body,
-        decorator_list=[],
-        **({"type_params": []} if "type_params" in ast.FunctionDef._fields else {}),
-    )
-    if isinstance(home, ast.ClassDef) and "type_params" in ast.ClassDef._fields:
-        home.type_params = []  # type: ignore[attr-defined]
+    scope = ast.FunctionDef("__scope__", ast.arguments([], parameters, None, [], [], None, []), body, [])
+    for made in (scope, home):
+        if made is not tree and "type_params" in made._fields:  # Python 3.12 and later
+            made.type_params = []  # type: ignore[attr-defined, union-attr]
     outer = ast.fix_missing_locations(ast.Module([scope], []))
     flags = original.co_flags & FUTURE_FLAGS
     todo = [compile(outer, filename, "exec", flags=flags, dont_inherit=True)]

@@ -18,7 +18,7 @@ class Edit:
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """`text` with every edit made; raises `FusekitError` when two of them overlap.
+    """`text` with every edit made; raises `FusekitError` when two of them overlap or one is no place in it.
 
     Insertions at one place come in the order given by their texts, so the result is a function
     of the set of edits.
@@ -31,13 +31,29 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     pieces: list[bytes] = []
     done = 0
     for edit in sorted(edits):
-        start = starts[edit.span.line - 1] + edit.span.column
-        end = starts[edit.span.end_line - 1] + edit.span.end_column
+        start = _offset(lines, starts, edit.span.line, edit.span.column)
+        end = _offset(lines, starts, edit.span.end_line, edit.span.end_column)
+        if end < start:
+            raise FusekitError(f"an edit ends before it starts, at line {edit.span.line}: {edit.text!r}")
         if start < done:
             raise FusekitError(f"two edits overlap at line {edit.span.line}: {edit.text!r}")
         pieces += [data[done:start], edit.text.encode()]
         done = end
     return b"".join([*pieces, data[done:]]).decode()
+
+
+def _offset(lines: list[bytes], starts: list[int], line: int, column: int) -> int:
+    """Where (line, column) is in the joined `lines`."""
+    if (line, column) == (len(lines) + 1, 0):
+        return starts[-1]
+    # A column past its line's end would be a place in another line.
+    if not 1 <= line <= len(lines) or not 0 <= column <= len(lines[line - 1]):
+        raise FusekitError(f"there is no line {line}, column {column} in the text to edit")
+    if lines[line - 1][column : column + 1] and 0x80 <= lines[line - 1][column] < 0xC0:
+        raise FusekitError(
+            f"column {column} of line {line} lies inside a character: columns count utf-8 bytes"
+        )
+    return starts[line - 1] + column
 
 
 def text_at(text: str, span: Span) -> str:

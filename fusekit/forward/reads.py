@@ -6,14 +6,17 @@ import inspect
 import types
 from collections.abc import Hashable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from fusekit.forward.source import ForwardSource, NoSource, source_of
+from fusekit.forward.source import ForwardSource, NoSource, cell_contents, source_of
 
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+TORCH_STATE = frozenset(nn.Module().__dict__) - {"training"}
+LONG = 1000  # a container with more than this is not looked through
 DEPTH = 4  # how far methods of the module that a forward calls are read themselves
 
 
@@ -25,26 +28,42 @@ class Read:
     node: ast.Attribute
 
 
-@functools.lru_cache(maxsize=4096)
+@dataclass(frozen=True)
+class _Reads:
+    found: tuple[Read, ...]
+    complete: bool  # False when attributes are asked for by computed names
+    whole: bool  # `self` itself goes somewhere (a call, a name, `super()`): all of it may be read there
+
+
 def reads(source: ForwardSource) -> tuple[tuple[Read, ...], bool]:
     """The longest attribute chains on `self` in a forward, and whether that is all it can read.
 
     It is not all when the forward asks for attributes by computed names.
     """
-    own, found, complete = source.self_name, [], True
+    found = _reads(source.tree, source.self_name)
+    return found.found, found.complete
+
+
+@functools.lru_cache(maxsize=4096)
+def _reads(tree: ast.FunctionDef, own: str) -> _Reads:
+    found: list[Read] = []
+    complete, whole = bool(own), False
 
     def visit(node: ast.AST) -> None:
-        nonlocal complete
+        nonlocal complete, whole
         chain = attribute_chain(node, own)
         if chain:
             assert isinstance(node, ast.Attribute)
             found.append(Read(chain, node))
             complete &= not any(name in ("__dict__", "__getattr__", "__getattribute__") for name in chain)
             return
+        if isinstance(node, ast.Name):
+            whole |= node.id in (own, "super")
+            complete &= node.id not in ("vars", "locals", "eval", "exec")
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
-            and node.func.id in ("getattr", "hasattr", "vars", "setattr", "delattr")
+            and node.func.id in ("getattr", "hasattr", "setattr", "delattr")
             and node.args
             and isinstance(node.args[0], ast.Name)
             and node.args[0].id == own
@@ -53,9 +72,9 @@ def reads(source: ForwardSource) -> tuple[tuple[Read, ...], bool]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    for statement in source.tree.body:
+    for statement in tree.body:
         visit(statement)
-    return tuple(found), complete
+    return _Reads(tuple(found), complete, whole)
 
 
 def attribute_chain(node: ast.AST, root: str) -> tuple[str, ...]:
@@ -115,6 +134,8 @@ def module_attribute(module: nn.Module, name: str) -> Any:
         return DYNAMIC
     if found is MISSING and type(module).__getattr__ is not nn.Module.__getattr__:
         return DYNAMIC
+    if type(module).__getattribute__ is not object.__getattribute__:
+        return DYNAMIC
     return found
 
 
@@ -129,15 +150,57 @@ def key(
 
     Chains in `by_type` count by the type of their value. Raises `Uncachable`.
     """
-    found, complete = reads(source)
-    if not complete or depth > DEPTH:
+    found = _reads(source.tree, source.self_name)
+    if not found.complete or depth > DEPTH:
         raise Uncachable
-    parts: list[Hashable] = []
-    for read in found:
+    parts: list[Hashable] = [_outside(source, module, depth)]
+    for read in found.found:
         if read.chain not in by_type or depth:
             parts.append((read.chain, describe(resolve(module, read.chain), module, depth)))
         else:
             parts.append((read.chain, type(resolve(module, read.chain))))
+    if found.whole:
+        parts.append(_whole(module, by_type, depth))
+    return tuple(parts)
+
+
+def _outside(source: ForwardSource, module: nn.Module, depth: int) -> Hashable:
+    """The globals and closure cells of a forward: a flag or a patched function among them decides too."""
+    function = source.chain[-1]
+    parts: list[Hashable] = []
+    for name in global_names(function.__code__):
+        if name in function.__globals__:
+            parts.append((name, describe(function.__globals__[name], module, depth)))
+    for cell in function.__closure__ or ():
+        parts.append(describe(cell_contents(cell), module, depth))
+    parts.append(describe(function.__defaults__, module, depth))
+    parts.append(describe(function.__kwdefaults__, module, depth))
+    return tuple(parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Every name that the code, or code nested in it, may look up among its globals (attributes too)."""
+    found = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            found.update(global_names(const))
+    return tuple(sorted(found))
+
+
+def _whole(module: nn.Module, by_type: frozenset[tuple[str, ...]], depth: int) -> Hashable:
+    """Everything that lies on the module: where `self` itself is handed on, any of it may be read."""
+    state = module.__dict__
+    parts: list[Hashable] = []
+    for name, value in state.items():
+        if name in TORCH_STATE:
+            continue
+        if (name,) in by_type:
+            parts.append((name, type(value)))
+        elif not (isinstance(value, types.MethodType) and value.__self__ is module):
+            parts.append((name, describe(value, module, depth)))
+    for kind in ("_parameters", "_buffers", "_modules"):
+        parts += [(name, describe(value, module, depth)) for name, value in state[kind].items()]
     return tuple(parts)
 
 
@@ -153,11 +216,32 @@ def describe(value: Any, owner: nn.Module, depth: int = 0) -> Hashable:
         return module_shape(value)
     if isinstance(value, torch.Tensor):
         return type(value), tuple(value.shape), value.dtype, value.device.type
-    if isinstance(value, (tuple, list)) and len(value) < 100:
-        return type(value), tuple(describe(item, owner, depth) for item in value)
     if isinstance(value, types.MethodType) and value.__self__ is owner:
         return _method(value, owner, depth)
-    return _Same(value)
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
+        return _Same(value)
+    return _described_object(value, owner, depth)
+
+
+def _described_object(value: Any, owner: nn.Module, depth: int) -> Hashable:
+    """An object that code may have changed since it was last looked at: what lies in it counts."""
+    if depth > DEPTH:
+        return _Same(value)
+    deeper = depth + 1
+    if isinstance(value, (tuple, list, set, frozenset, dict)) and len(value) > LONG:
+        raise Uncachable
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(describe(item, owner, deeper) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(describe(item, owner, deeper) for item in value)
+    if isinstance(value, dict):
+        items = ((describe(k, owner, deeper), describe(item, owner, deeper)) for k, item in value.items())
+        return type(value), tuple(items)
+    state = getattr(value, "__dict__", None)
+    if not isinstance(state, dict) or len(state) > LONG:
+        return _Same(value)
+    settings = tuple((name, item) for name, item in state.items() if isinstance(item, SIMPLE))
+    return _Same(value), settings
 
 
 def _method(value: types.MethodType, owner: nn.Module, depth: int) -> Hashable:

@@ -1,10 +1,13 @@
 """The forward that really runs for a module: its function, its text, or why there is none."""
 
+import __future__
+
 import ast
 import functools
 import inspect
 import linecache
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -16,6 +19,9 @@ from fusekit.errors import FusekitError
 from fusekit.forward.span import lines_of
 from fusekit.shown import Shown
 
+FUTURE_FLAGS = functools.reduce(
+    lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
+)
 ORIGINAL = "_fusekit_original"  # on a fused module's class: the class that it stands in for
 
 
@@ -87,15 +93,16 @@ def forward_chain(module: nn.Module, original: bool = False) -> tuple[FunctionTy
     """
     own = module.__dict__.get("forward")
     if own is not None:
-        if isinstance(own, types.MethodType) and own.__self__ is module:
-            own = own.__func__
-        if not isinstance(own, FunctionType):
+        bound = isinstance(own, types.MethodType) and own.__self__ is module
+        function = own.__func__ if isinstance(own, types.MethodType) else own
+        if not bound or not isinstance(function, FunctionType):
+            # A plain function there is called without the module: nothing in it is `self`.
             raise NoSource(
                 "instance-forward",
                 f"{type(module).__name__} carries a forward of its own on the instance "
                 f"({type(own).__name__}), put there by another tool; take that off first",
             )
-        return _unwrap(own, type(module))
+        return _unwrap(function, type(module))
     return class_chain(original_class(module) if original else type(module))
 
 
@@ -111,12 +118,14 @@ def class_chain(cls: type) -> tuple[FunctionType, ...]:
     return _unwrap(forward, cls)
 
 
-@functools.lru_cache(maxsize=4096)
 def _unwrap(function: FunctionType, cls: type) -> tuple[FunctionType, ...]:
-    # `functools.wraps` copies `__qualname__` and sets `__wrapped__`, and both may lie; a code
-    # object keeps the name of the place where it was written.
-    homes = {f"{base.__qualname__}.{function.__name__}" for base in cls.__mro__}
-    found = _chains_home(function, homes, ())
+    # `functools.wraps` copies `__name__` and `__qualname__` and sets `__wrapped__`, and all may lie;
+    # a code object keeps the name of the place where it was written.
+    names = {function.__name__, "forward"}
+    homes = {f"{base.__qualname__}.{name}" for base in cls.__mro__ for name in names}
+    found = _chains_to(function, lambda code: code.co_qualname in homes)
+    # Else one that a class borrowed from another.
+    found = found or _chains_to(function, lambda code: code.co_name in names and _is_method(code))
     if len(found) == 1:
         return found[0]
     if len(found) > 1:
@@ -138,18 +147,24 @@ def _unwrap(function: FunctionType, cls: type) -> tuple[FunctionType, ...]:
     return (function,)
 
 
-def _chains_home(
-    function: FunctionType, homes: set[str], above: tuple[FunctionType, ...]
+def _is_method(code: CodeType) -> bool:
+    """Whether the code was written right in the body of a class."""
+    place, _, _ = code.co_qualname.rpartition(".")
+    return bool(place) and not place.endswith("<locals>")
+
+
+def _chains_to(
+    function: FunctionType, is_home: Callable[[CodeType], bool], above: tuple[FunctionType, ...] = ()
 ) -> list[tuple[FunctionType, ...]]:
-    """Every way through closures from `function` to one that was written in a class of `homes`."""
-    if function.__code__.co_qualname in homes:
+    """Every way through closures from `function` to one whose code `is_home`."""
+    if is_home(function.__code__):
         return [(*above, function)]
     found: dict[int, tuple[FunctionType, ...]] = {}
     for cell in function.__closure__ or ():
         inner = cell_contents(cell)
         if isinstance(inner, FunctionType) and inner is not function and inner not in above:
-            for chain in _chains_home(inner, homes, (*above, function)):
-                found[id(inner)] = chain
+            for chain in _chains_to(inner, is_home, (*above, function)):
+                found[id(chain[-1])] = chain
     return list(found.values())
 
 
@@ -165,7 +180,7 @@ def cell_contents(cell: types.CellType) -> Any:
 def source_of(chain: tuple[FunctionType, ...]) -> ForwardSource:
     """The source of the last function of `chain`, checked against the code that runs."""
     function = chain[-1]
-    found = _source_of(function)
+    found = _source_of(_Code(function.__code__))
     names = tuple(wrapper.__code__.co_qualname for wrapper in chain[:-1])
     return ForwardSource(
         found.name,
@@ -191,9 +206,22 @@ class _Found:
     class_name: str | None
 
 
+class _Code:
+    """A code object by identity: two of different files may be equal."""
+
+    def __init__(self, code: CodeType):
+        self.code = code
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Code) and other.code is self.code
+
+    def __hash__(self) -> int:
+        return id(self.code)
+
+
 @functools.lru_cache(maxsize=4096)
-def _source_of(function: FunctionType) -> _Found:
-    code = function.__code__
+def _source_of(key: _Code) -> _Found:
+    code = key.code
     path, line = code.co_filename, code.co_firstlineno
     text = _file_text(path)
     if text is None:
@@ -217,15 +245,18 @@ def _source_of(function: FunctionType) -> _Found:
     return _Found(code.co_qualname, "".join(lines), path, line, tree, text, class_name)
 
 
-# Texts that `compile` made and registered with linecache: their code is ours, no need to check it.
-GENERATED: set[str] = set()
+# Texts that `compile` made, by their name in linecache: their code is ours, no need to check it.
+# Kept here too, since `linecache.clearcache` would lose them.
+GENERATED: dict[str, str] = {}
 
 
 def _file_text(path: str) -> str | None:
-    if path not in GENERATED:
-        linecache.checkcache(path)
-    lines = linecache.getlines(path)
-    return "".join(lines) or None
+    if path in GENERATED:
+        return GENERATED[path]
+    linecache.checkcache(path)
+    text = "".join(linecache.getlines(path))
+    # As Python's own tokenizer reads line ends; a text registered by hand may hold any.
+    return text.replace("\r\n", "\n").replace("\r", "\n") or None
 
 
 def _check_code(code: CodeType, path: str, text: str) -> None:
@@ -238,21 +269,22 @@ def _check_code(code: CodeType, path: str, text: str) -> None:
         code.co_firstlineno,
     )
     try:
-        codes = _codes(text, path)
-    except SyntaxError:
+        codes = _codes(text, path, code.co_flags & FUTURE_FLAGS)
+    except (SyntaxError, ValueError):
         # A file that never was plain Python: a cell with magics, or half an edit.
         raise stale from None
-    if code not in codes.get((code.co_firstlineno, code.co_name), ()):
+    if code not in codes.get((code.co_firstlineno, code.co_qualname), ()):
         raise stale
 
 
 @functools.lru_cache(maxsize=256)
-def _codes(text: str, path: str) -> dict[tuple[int, str], list[CodeType]]:
+def _codes(text: str, path: str, flags: int) -> dict[tuple[int, str], list[CodeType]]:
+    # A notebook cell is compiled under the `from __future__` imports of the cells before it.
     found: dict[tuple[int, str], list[CodeType]] = {}
-    todo = [compile(text, path, "exec", dont_inherit=True)]
+    todo = [compile(text, path, "exec", flags=flags, dont_inherit=True)]
     while todo:
         code = todo.pop()
-        found.setdefault((code.co_firstlineno, code.co_name), []).append(code)
+        found.setdefault((code.co_firstlineno, code.co_qualname), []).append(code)
         todo.extend(const for const in code.co_consts if isinstance(const, CodeType))
     return found
 

@@ -37,10 +37,10 @@ def fused_class(cls: type, source: ForwardSource, kernels_name: str, matches: tu
 
     Equal arguments give the same class while it is in use, so that equal layers share one code object.
     """
-    edits = tuple(sorted(edit for match in matches for edit in match.edits))
-    key = (cls, source.function, edits)
+    key = (cls, source.function, frozenset(matches))
     found = _classes.get(key)
     if found is None:
+        edits = tuple(sorted(edit for match in matches for edit in match.edits))
         found = _make_class(cls, source, kernels_name, edits, matches)
         _classes[key] = found
     return found
@@ -59,14 +59,19 @@ def _make_class(
         "__reduce_ex__": _reduce_as_original,
     }
     if any(match.storage for match in matches):
-        names |= {"_apply": _apply_and_settle, "_load_from_state_dict": _load_and_settle}
-    plain_copy = all(
-        name not in base.__dict__
+        names |= {
+            "_apply": _apply_and_settle,
+            "_load_from_state_dict": _load_and_settle,
+            "_replicate_for_data_parallel": _replicate_as_original,
+        }
+    own_copy = getattr(cls, "__deepcopy__", None)
+    by_reduce = any(
+        name in base.__dict__
         for base in cls.__mro__
         if base not in (nn.Module, object)
-        for name in ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
+        for name in ("__reduce__", "__reduce_ex__", "__getstate__")
     )
-    if plain_copy:
+    if own_copy or not by_reduce:  # else a copy is made as a pickle is: of the module as it was
         names["__deepcopy__"] = _deepcopy_fused
     made: type = type(cls)(cls.__name__, (cls,), names)
     # Some bases wrap `forward` in __init_subclass__; the one compiled here is wrapped already.
@@ -85,8 +90,12 @@ def storages(module: nn.Module) -> list[MergedLinear]:
 
 def _next_in_line(module: nn.Module) -> Any:
     """`super()` of the fused class, from the functions below that several classes share."""
-    cls = next(base for base in type(module).__mro__ if MATCHES in base.__dict__)
-    return super(cls, module)
+    return super(_fused_base(module), module)
+
+
+def _fused_base(module: nn.Module) -> type:
+    """The fused class of `module`: its own, or, where another tool subclassed that, the one below."""
+    return next(base for base in type(module).__mro__ if MATCHES in base.__dict__)
 
 
 def _apply_and_settle(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -120,12 +129,27 @@ def _reduce_as_original(self: nn.Module, protocol: int) -> Any:
 
 def _deepcopy_fused(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of a fused module is fused, with a storage of its own."""
-    made = type(self).__new__(type(self))
-    memo[id(self)] = made
-    made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-    for storage in storages(made):
-        storage.adopt(made)
+    own_copy = getattr(super(_fused_base(self), self), "__deepcopy__", None)
+    if own_copy is not None:
+        made = own_copy(memo)
+    else:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+    if made is not self:
+        for storage in storages(made):
+            storage.adopt(made)
+            storage.tie()
     return made
+
+
+def _replicate_as_original(self: nn.Module) -> nn.Module:
+    """`DataParallel` copies a module's attributes; the storage would be that of the first device."""
+    replica = _next_in_line(self)._replicate_for_data_parallel()
+    unbound = {match.storage for match in applied_matches(self)}
+    replica.__dict__ = {name: value for name, value in replica.__dict__.items() if name not in unbound}
+    replica.__class__ = original_class(self)
+    return replica
 
 
 # -- binding ----------------------------------------------------------------------------------
@@ -140,7 +164,7 @@ def bind(module: nn.Module, cls: type, matches: tuple[Match, ...]) -> None:
     try:
         for match in new:
             assert match.storage is not None
-            storage = MergedLinear(module, match.parts)
+            storage = MergedLinear(module, match.parts, match.order, match.contiguous)
             module.__dict__[match.storage] = storage
             if not storage.tie():
                 raise FusekitError(f"the weights of {', '.join(match.parts)} do not fit into one storage")
@@ -152,10 +176,13 @@ def bind(module: nn.Module, cls: type, matches: tuple[Match, ...]) -> None:
 
 
 def unbind(module: nn.Module, cls: type, dropped: tuple[Match, ...]) -> None:
-    """Give `module` the class `cls` back and take the storage of `dropped` matches away."""
-    module.__class__ = cls
+    """Give `module` the class `cls` back and take the storage of `dropped` matches away.
+
+    Interrupted, it can be done again: until the last step the module is a fused one.
+    """
     for match in dropped:
         _drop_storage(module, match)
+    module.__class__ = cls
 
 
 def _drop_storage(module: nn.Module, match: Match) -> None:

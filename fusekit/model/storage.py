@@ -1,11 +1,16 @@
 """One storage for the weights of merged linears; the original parameters stay, as views of their rows."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+
+LINEAR_FORWARD = nn.Linear.forward  # some tools replace it for the whole process
 
 
 class MergedLinear:
@@ -17,132 +22,197 @@ class MergedLinear:
 
     In eager mode every call checks that the parts are the modules and parameters that were
     merged, without hooks, and that each parameter still lies in its rows. Where that is not so
-    the call runs the parts as they are now. Compiled code cannot check: after compiling,
-    `parameter.data = tensor` needs a new apply.
+    the call runs the parts as they are now, in the `order` in which the forward called them.
+    Compiled code checks modules, parameters and hooks; where the parameters lie is checked when
+    it is compiled, so after that `parameter.data = tensor` needs a new apply.
+
+    `contiguous` says that the outputs are copied out of the product: a forward that hands them
+    out as they are, or views them as a slice cannot be viewed, needs that.
     """
 
     is_merged_storage = True
 
-    def __init__(self, owner: nn.Module, paths: tuple[str, ...]):
-        self.paths = paths
+    def __init__(
+        self, owner: nn.Module, paths: tuple[str, ...], order: tuple[str, ...] = (), contiguous: bool = False
+    ):
+        self.paths, self.order, self.contiguous = paths, order or paths, contiguous
+        self._blank()
+        self.adopt(owner)
+
+    def _blank(self) -> None:
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         self.pending = False  # the parameters were replaced by a loader: lay them out at the next call
-        self.adopt(owner)
+        self.sizes: tuple[int, ...] = ()
+        self._rows: tuple[Any, ...] = ()
+        self._slots: tuple[Any, ...] = ()  # (modules, name, module) of each part and of what it is inside
+        self._root: dict[str, Any] = {}
+        self._is_tied_for_real = _real_check(self)
 
     def adopt(self, owner: nn.Module) -> None:
         """Take the parts of `owner` for the parts; nothing is laid out yet."""
-        self._slots = tuple(_slot(owner, path) for path in self.paths)
-        self._rows: tuple[Any, ...] = ()
-        self.sizes: tuple[int, ...] = ()
+        self._root = owner._modules  # not the owner: that would be a cycle, and its memory freed late
 
     # -- calling ------------------------------------------------------------------------------
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.compiler.is_compiling():
-            usable = self.weight is not None and not self.pending
-        else:
-            if self.pending:
-                self.settle()
-            usable = self.is_tied()
-        if not usable:
-            return tuple([modules[name](x) for modules, name in self._slots])
-        out = F.linear(x, self._whole("weight"), self._whole("bias"))
-        slices, start = [], 0
-        for size in self.sizes:  # slices, not split: writing into an output in place stays legal
-            slices.append(out.narrow(-1, start, size))
+            if not self._is_tied_for_real() or not self._is_same():
+                return self._apart(x)
+            return tuple(self._slices(F.linear(x, self._whole("weight"), self._whole("bias"))))
+        if self.pending:
+            self.settle()
+        if not isinstance(x, torch.Tensor) or _is_transformed() or not self.is_tied():
+            return self._apart(x)
+        whole = self._whole("weight")
+        out = F.linear(x, whole, self._whole("bias"))
+        if torch.is_grad_enabled() and out.requires_grad:
+            weights = [row[1] for row in self._rows]
+            checked = weights if x.requires_grad else []  # a plain linear, too, saves its weight only then
+            return Slices.apply(out, self._slices, self.sizes, checked)
+        return tuple(piece.data for piece in self._slices(out))
+
+    def _apart(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = {path: self._part(path)(x) for path in self.order}
+        return tuple([made[path] for path in self.paths])
+
+    def _part(self, path: str) -> Any:
+        first, *others = path.split(".")
+        module = self._root[first]
+        for name in others:
+            module = getattr(module, name)
+        return module
+
+    def _slices(self, out: torch.Tensor) -> list[torch.Tensor]:
+        pieces, start = [], 0
+        for size in self.sizes:
+            piece = out.narrow(-1, start, size)
+            pieces.append(piece.contiguous() if self.contiguous else piece)
             start += size
-        return tuple(slices)
+        return pieces
 
     def _whole(self, name: str) -> torch.Tensor | None:
         """The merged tensor, tied to the parts' parameters where one of them wants a gradient."""
         whole = self.weight if name == "weight" else self.bias
         if whole is None or not torch.is_grad_enabled():
             return whole
-        parameters = [row[3] if name == "weight" else row[4] for row in self._rows]
+        parameters = [row[1] if name == "weight" else row[2] for row in self._rows]
         if not any(parameter is not None and parameter.requires_grad for parameter in parameters):
             return whole
         return Rows.apply(whole, self.sizes, *parameters)
 
+    # -- checking -----------------------------------------------------------------------------
+
     def is_tied(self) -> bool:
         """Whether the parts are the ones merged, plain, unhooked, and their parameters lie in their rows."""
-        whole = self.weight
-        if whole is None or not self._rows or torch_module._has_any_global_hook():
+        if self.weight is None or not self._rows or torch_module._has_any_global_hook():
             return False
-        if whole.is_meta:
+        if self.weight.is_meta:
             return self._is_tied_on_meta()
-        weights = whole.data_ptr()
-        biases = self.bias.data_ptr() if self.bias is not None else 0
-        for modules, name, part, weight, bias, weight_offset, bias_offset in self._rows:
-            if modules.get(name) is not part or not is_plain(part):
+        return self._is_same() and self._is_laid_out()
+
+    def _is_same(self) -> bool:
+        """Whether the parts and their parameters are the objects that were merged, and plain; compiles."""
+        if nn.Linear.forward is not LINEAR_FORWARD:
+            return False
+        for modules, name, module in self._slots:
+            if modules.get(name) is not module:
+                return False
+        for part, weight, bias, *_ in self._rows:
+            if not is_plain(part):
                 return False
             parameters = part._parameters
-            if parameters["weight"] is not weight or parameters["bias"] is not bias:
+            if parameters.get("weight") is not weight or parameters.get("bias") is not bias:
                 return False
-            if weight.data_ptr() != weights + weight_offset or not weight.is_contiguous():
+        return True
+
+    def _is_laid_out(self) -> bool:
+        """Whether each parameter that was merged still lies in its rows."""
+        if self.weight is None or self.weight.is_meta:
+            return False
+        weights = self.weight.data_ptr()
+        biases = self.bias.data_ptr() if self.bias is not None else 0
+        for _, weight, bias, shape, weight_offset, bias_offset in self._rows:
+            if weight.data_ptr() != weights + weight_offset or weight.shape != shape:
                 return False
-            if bias is not None and bias.data_ptr() != biases + bias_offset:
+            if weight.dtype is not self.weight.dtype or not weight.is_contiguous():
+                return False
+            if bias is not None and (
+                bias.data_ptr() != biases + bias_offset
+                or bias.shape != shape[:1]
+                or bias.dtype is not weight.dtype
+            ):
                 return False
         return True
 
     def _is_tied_on_meta(self) -> bool:
         """Before weights are loaded: laid out in form only. Laid out for real at the first call after."""
-        parts = [modules.get(name) for modules, name in self._slots]
-        if all(is_plain(part) and part.weight.is_meta for part in parts):
-            return all(
-                part._parameters["weight"] is row[3] for part, row in zip(parts, self._rows, strict=True)
-            )
-        return not any(is_plain(part) and part.weight.is_meta for part in parts) and self.tie()
+        on_meta = [is_plain(part) and part.weight.is_meta for part in map(self._part, self.paths)]
+        if all(on_meta):
+            return self._is_same()
+        return not any(on_meta) and self.tie()
 
     # -- laying out ---------------------------------------------------------------------------
 
     def tie(self) -> bool:
-        """Lay the parts' weights out as rows of one new tensor; False (and nothing done) if they do not fit.
+        """Lay the parts' weights out as rows of one new tensor.
 
-        At its peak it holds the parts once more than before.
+        False where they do not fit into one (their kinds, dtypes, devices or widths differ, a part
+        is no plain linear or hooked); then each has a storage of its own. At its peak it holds the
+        parts once more than before.
         """
-        parts = [modules.get(name) for modules, name in self._slots]
+        parts = [self._part(path) for path in self.paths]
+        if not all(is_plain(part) for part in parts):
+            self.untie()
+            return False
+        weights = [part._parameters.get("weight") for part in parts]
+        biases = [part._parameters.get("bias") for part in parts]
+        if not _fit(weights, biases):
+            self.untie()
+            return False
         self.weight = self.bias = None
         self._rows = ()
-        if not all(is_plain(part) for part in parts):
-            return False
-        weights = [part._parameters["weight"] for part in parts]
-        biases = [part._parameters["bias"] for part in parts]
-        if not _fit(weights, 2) or not _fit(
-            [bias for bias in biases if bias is not None] or weights[:1], None
-        ):
-            return False
-        if len({weight.shape[1] for weight in weights}) > 1:
-            return False
         sizes = tuple(weight.shape[0] for weight in weights)
-        whole = torch.empty(sum(sizes), weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
-        bias = None
-        if any(own is not None for own in biases):
-            bias = torch.zeros(sum(sizes), dtype=whole.dtype, device=whole.device)
-        self.weight, self.bias = whole, bias  # known from here on, so that `untie` can undo half of it
         rows: list[Any] = []
         start = 0
-        with torch.no_grad():
-            for (modules, name), part, size in zip(self._slots, parts, sizes, strict=True):
-                own_weight, own_bias = part._parameters["weight"], part._parameters["bias"]
+        # Tensors of inference mode could not be trained later.
+        with torch.inference_mode(False), torch.no_grad():
+            like = {"dtype": weights[0].dtype, "device": weights[0].device}
+            whole = torch.empty(sum(sizes), weights[0].shape[1], **like)
+            bias = torch.zeros(sum(sizes), **like) if any(own is not None for own in biases) else None
+            self.weight, self.bias = whole, bias  # known from here on, so that `untie` can undo half of it
+            for part, own_weight, own_bias, size in zip(parts, weights, biases, sizes, strict=True):
                 _move(own_weight, whole[start : start + size])
                 if own_bias is not None and bias is not None:
                     _move(own_bias, bias[start : start + size])
                 width = whole.element_size()
                 offsets = start * whole.shape[1] * width, start * width
-                rows.append((modules, name, part, own_weight, own_bias, *offsets))
+                rows.append((part, own_weight, own_bias, own_weight.shape, *offsets))
                 start += size
-        self.sizes, self._rows = sizes, tuple(rows)
+        self.sizes, self._rows, self._slots = sizes, tuple(rows), self._find_slots()
         return True
+
+    def _find_slots(self) -> tuple[Any, ...]:
+        found: dict[tuple[str, ...], Any] = {}
+        for path in self.paths:
+            modules, names = self._root, path.split(".")
+            for depth, name in enumerate(names, 1):
+                module = modules[name]
+                found[tuple(names[:depth])] = (modules, name, module)
+                modules = module._modules
+        return tuple(found.values())
 
     def untie(self) -> None:
         """Give each part's parameters a storage of their own again, with their present values."""
         shared = {_storage(tensor) for tensor in (self.weight, self.bias) if tensor is not None}
         # A part that was replaced or wrapped meanwhile lives on elsewhere, with its rows: both count.
-        parts = [modules.get(name) for modules, name in self._slots]
-        parameters = [p for part in parts if isinstance(part, nn.Module) for p in part._parameters.values()]
-        parameters += [parameter for row in self._rows for parameter in row[3:5]]
-        with torch.no_grad():
+        parameters = [parameter for row in self._rows for parameter in row[1:3]]
+        for path in self.paths:
+            try:
+                parameters += self._part(path)._parameters.values()
+            except (AttributeError, KeyError):  # it is gone, or no module any more
+                continue
+        with torch.inference_mode(False), torch.no_grad():
             for parameter in parameters:
                 if parameter is not None and _storage(parameter) in shared:
                     parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
@@ -152,15 +222,21 @@ class MergedLinear:
     def settle(self) -> None:
         """After the parameters were moved or replaced: lay them out anew, unless they still lie in their rows."""
         self.pending = False
-        if not self._rows or not self.is_tied():
+        owns = [(row[1], row[2]) for row in self._rows]
+        parts = [self._part(path) for path in self.paths]
+        present = [(p._parameters.get("weight"), p._parameters.get("bias")) for p in parts if is_plain(p)]
+        same = len(owns) == len(present) and all(
+            mine is now for mine, now in zip(sum(owns, ()), sum(present, ()), strict=True)
+        )
+        if not same or not self._is_laid_out():
             self.tie()
 
     # A copy never holds the merged tensor: the class of a fused module lays its own parts out again.
     def __deepcopy__(self, memo: dict[int, Any]) -> "MergedLinear":
         made = object.__new__(type(self))
         memo[id(self)] = made
-        made.paths, made.weight, made.bias, made.pending = self.paths, None, None, True
-        made._slots, made._rows, made.sizes = (), (), ()
+        made.paths, made.order, made.contiguous = self.paths, self.order, self.contiguous
+        made._blank()
         return made
 
     def __repr__(self) -> str:
@@ -175,47 +251,104 @@ class Rows(torch.autograd.Function):
         ctx: Any, whole: torch.Tensor, sizes: tuple[int, ...], *parts: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.sizes = sizes
-        ctx.save_for_backward(*parts)
         return whole.view_as(whole)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        _ = ctx.saved_tensors  # raises, as a plain linear would, when a parameter was written since
         rows = grad.split(ctx.sizes)
         wanted = ctx.needs_input_grad[2:]
         return None, None, *(row if want else None for row, want in zip(rows, wanted, strict=True))
+
+
+class Slices(torch.autograd.Function):
+    """The outputs of the parts out of their common product, each with a version counter of its own.
+
+    So writing into one in place neither is forbidden, as it is for what `split` gives, nor spoils
+    what autograd saved of another. `checked` are weights whose rows backward reads: written since,
+    they raise, as they would for the linear that they belong to.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out: torch.Tensor,
+        slices: Callable[[torch.Tensor], list[torch.Tensor]],
+        sizes: tuple[int, ...],
+        checked: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sizes = sizes
+        ctx.checked = [(weight, weight._version) for weight in checked]
+        return tuple(piece.data for piece in slices(out))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        for (weight, version), grad in zip(ctx.checked, grads, strict=bool(ctx.checked)):
+            if grad is not None and weight._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: a weight {list(weight.shape)} is at version {weight._version}; "
+                    f"expected version {version} instead"
+                )
+        given = next((grad for grad in grads if grad is not None), None)
+        if given is None:
+            return None, None, None, None
+        pieces = [
+            given.new_zeros(*given.shape[:-1], size) if grad is None else grad
+            for grad, size in zip(grads, ctx.sizes, strict=True)
+        ]
+        return torch.cat(pieces, -1), None, None, None
 
 
 def is_plain(part: Any) -> bool:
     """Whether a module is exactly a linear: no subclass, hook, or forward of its own."""
     if type(part) is not nn.Linear:
         return False
-    state = part.__dict__
     return not (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
+        part._forward_hooks
+        or part._forward_pre_hooks
+        or part._backward_hooks
+        or part._backward_pre_hooks
+        or "forward" in part.__dict__
     )
 
 
-def _slot(owner: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    parent, _, name = path.rpartition(".")
-    return owner.get_submodule(parent)._modules, name
+def _is_transformed() -> bool:
+    """Inside of `torch.func` transforms and forward-mode AD, where the functions below have no rules."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _real_check(storage: MergedLinear) -> Callable[[], bool]:
+    """`storage.is_tied()`, evaluated for real while `torch.compile` traces: addresses cannot be traced."""
+    found = weakref.ref(storage)
+
+    def check() -> bool:
+        storage = found()
+        if storage is None:
+            return False
+        if storage.pending:
+            storage.settle()
+        return storage.is_tied()
+
+    # What torch.compiler.assume_constant_result does, which would import all of Dynamo here.
+    check._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return check
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _fit(tensors: list[Any], dims: int | None) -> bool:
-    """Plain parameters of one dtype and device."""
+def _fit(weights: list[Any], biases: list[Any]) -> bool:
+    """Plain floating parameters of one dtype, device and input width."""
+    tensors = [*weights, *(bias for bias in biases if bias is not None)]
     return (
-        all(type(tensor) is nn.Parameter for tensor in tensors)
+        all(type(tensor) is nn.Parameter and tensor.layout is torch.strided for tensor in tensors)
         and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
-        and (dims is None or all(tensor.dim() == dims for tensor in tensors))
         and tensors[0].dtype.is_floating_point
+        and all(weight.dim() == 2 for weight in weights)
+        and len({weight.shape[1] for weight in weights}) == 1
+        and all(b is None or b.shape == w.shape[:1] for w, b in zip(weights, biases, strict=True))
     )
 
 

@@ -74,7 +74,9 @@ class _Verification:
         self.plan, self.given, self.tokens, self.generate, self.skip = plan, inputs, tokens, generate, skip
         self.checks: list[Check] = []
         self.layers: list[LayerError] = []
-        self.not_run: list[NotRun] = [NotRun(name, "left out by skip=", True) for name in CHECKS if name in skip]
+        self.not_run: list[NotRun] = [
+            NotRun(name, "left out by skip=", True) for name in CHECKS if name in skip
+        ]
         tensors = [*plan.model.parameters(), *plan.model.buffers()]
         floats = [tensor for tensor in tensors if tensor.is_floating_point()]
         self.dtype = floats[0].dtype if floats else torch.float32
@@ -165,14 +167,14 @@ class _Verification:
         sites = tuple(site for site in found.sites if (site.name, site.match) in wanted)
         if len(sites) < len(wanted):
             missing = len(wanted) - len(sites)
-            raise FusekitError(f"{missing} sites of the plan do not fit a copy of the model any more; plan again")
+            raise FusekitError(
+                f"{missing} sites of the plan do not fit a copy of the model any more; plan again"
+            )
         return Plan(model, sites, (), ())
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], names: list[str]) -> _Run:
         run = _Run()
-        hooks = [
-            model.get_submodule(name).register_forward_hook(_keep(run.layers, name)) for name in names
-        ]
+        hooks = [model.get_submodule(name).register_forward_hook(_keep(run.layers, name)) for name in names]
         wants_gradients = "gradients" not in self.skip
         try:
             with torch.set_grad_enabled(wants_gradients):
@@ -267,10 +269,14 @@ class _Verification:
     def _judge_gradients(self, unfused: _Gradients, fused: _Gradients, reference: _Gradients) -> None:
         scales = {name: float(exact.abs().max()) or 1.0 for name, exact in reference.items()}
         errors = {name: _errors(unfused[name], exact) for name, exact in reference.items() if name in unfused}
-        worst = [max((error[i] / scales[name] for name, error in errors.items()), default=0.0) for i in (0, 1)]
+        worst = [
+            max((error[i] / scales[name] for name, error in errors.items()), default=0.0) for i in (0, 1)
+        ]
         for name, exact in reference.items():
             if name not in unfused or name not in fused:
-                self.checks.append(Check("gradients", name, "", False, "it has no gradient in one of the runs"))
+                self.checks.append(
+                    Check("gradients", name, "", False, "it has no gradient in one of the runs")
+                )
                 continue
             noise = (worst[0] * scales[name], worst[1] * scales[name])
             self.checks.append(self._check("gradients", name, "", unfused[name], fused[name], exact, noise))
@@ -309,7 +315,9 @@ class _Verification:
             results = []
             with torch.no_grad():
                 results.append(_first(module(*args, **kwargs)))
-                same = tuple(own for own in make_plan(module).sites if not own.name and own.match == site.match)
+                same = tuple(
+                    own for own in make_plan(module).sites if not own.name and own.match == site.match
+                )
                 with apply(Plan(module, same, (), ())):
                     results.append(_first(module(*args, **kwargs)))
                 module.double()
@@ -341,7 +349,9 @@ class _Verification:
         if not shapes:
             detail = f"fused gives {fused.dtype} {list(fused.shape)}, unfused {unfused.dtype} {list(unfused.shape)}"
         same = shapes and torch.equal(unfused, fused)
-        return Check(what, name, fusion, bool(ok), detail, fused_max, unfused_max, fused_rms, unfused_rms, same)
+        return Check(
+            what, name, fusion, bool(ok), detail, fused_max, unfused_max, fused_rms, unfused_rms, same
+        )
 
 
 def _errors(found: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:

@@ -7,6 +7,7 @@ and version counters count, says what *did* on that path.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn as nn
 from torch import fx
 
@@ -122,76 +123,87 @@ def aliasing(module: nn.Module, *args: Any, **kwargs: Any) -> AliasReport:
 
 def alias_report(trace: Trace) -> AliasReport:
     """The report of a trace."""
-    groups = _Groups()
-    nodes = {node.name: node for node in trace.graph.nodes}
-    steps: list[tuple[fx.Node, fx.Node, str, bool | None]] = []
-    for node in nodes.values():
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        for source in node.all_input_nodes:
-            shared = _share(node.meta.get("val"), source.meta.get("val"))
-            kind = _kind(node, source, shared)
-            if kind:
-                groups.join(node.name, source.name)
-                steps.append((node, source, kind, shared))
-    held: dict[str, set[str]] = {}
+    steps, roots = _follow(trace)
+    held: dict[str, set[str]] = {}  # root -> names that held a value of it
+    bound: dict[str, set[str]] = {}  # root -> the nodes that they held
     for binding in trace.bindings:
-        held.setdefault(groups.find(binding.node), set()).add(binding.name)
-    sets = []
-    for root, names in held.items():
-        evidence = [_evidence(trace, *step) for step in steps if groups.find(step[0].name) == root]
-        sets.append(AliasSet(tuple(sorted(names)), tuple(dict.fromkeys(evidence))))
-    writes = [
-        Write(
-            *_place(trace, node),
-            tuple(sorted({n for w in written for n in held.get(groups.find(w), ())})),
-            True,
-        )
-        for node in nodes.values()
-        if (written := node.meta.get("written"))
-    ]
+        for root in roots.get(binding.node, ()):
+            held.setdefault(root, set()).add(binding.name)
+            bound.setdefault(root, set()).add(binding.node)
+    sets: list[AliasSet] = []
+    for root, names in sorted(held.items(), key=lambda item: -len(item[1])):
+        if not any(names <= set(found.names) for found in sets):
+            sets.append(AliasSet(tuple(sorted(names)), _evidence(trace, steps, roots, root, bound[root])))
+    writes = []
+    for node in trace.graph.nodes:
+        if written := node.meta.get("written"):
+            seen = {name for w in written for root in roots.get(w, ()) for name in held.get(root, ())}
+            writes.append(Write(*_place(trace, node), tuple(sorted(seen)), True))
     sets.sort(key=lambda found: (len(found.names) == 1, found.names))
     return AliasReport(trace.name, trace.source, tuple(sets), tuple(writes), trace.stopped, trace.assumptions)
 
 
-class _Groups:
-    """Disjoint sets of node names."""
+@dataclass(frozen=True)
+class _Step:
+    """`node` may share storage with its input `source`."""
 
-    def __init__(self) -> None:
-        self._parent: dict[str, str] = {}
-
-    def find(self, name: str) -> str:
-        while self._parent.get(name, name) != name:
-            name = self._parent[name]
-        return name
-
-    def join(self, left: str, right: str) -> None:
-        self._parent[self.find(left)] = self.find(right)
+    node: fx.Node
+    source: fx.Node
+    kind: str
+    observed: bool | None
 
 
-def _kind(node: fx.Node, source: fx.Node, shared: bool | None) -> str | None:
-    """How `node` may share storage with its input, None when it cannot."""
-    if node.meta.get("val") is source.meta.get("val") and node.meta.get("val") is not None:
-        return "same object"
-    if not _floats(node.meta.get("val")):
-        return None
+def _follow(trace: Trace) -> tuple[list[_Step], dict[str, frozenset[str]]]:
+    """Every step that may share storage, and for each node the allocations that it may lie in.
+
+    An allocation is named by the node that made it. Sharing is no chain through "may": what may
+    be a view of q or of v makes no view of v out of q.
+    """
+    steps: list[_Step] = []
+    roots: dict[str, frozenset[str]] = {}
+    for node in trace.graph.nodes:
+        found: set[str] = set()
+        surely = False
+        for source, kind in _sources(node):
+            observed = _share(node.meta.get("val"), source.meta.get("val"))
+            if kind == "fresh":
+                if not observed:
+                    continue
+                kind = "view"  # the schema promised a fresh result, and it was not
+            steps.append(_Step(node, source, kind, observed))
+            found |= roots.get(source.name, frozenset())
+            surely |= kind != "may be a view"
+        roots[node.name] = frozenset(found if surely else found | {node.name})
+    return steps, roots
+
+
+def _sources(node: fx.Node) -> list[tuple[fx.Node, str]]:
+    """(input, how the node may share storage with it) for the inputs of a node; `fresh` where it may not."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    if _is_getitem(node) and isinstance(node.args[0], fx.Node) and not _is_tensor(node.args[0]):
+        # An item of several results: it shares what the call that made them shares.
+        maker = node.args[0]
+        return [] if maker.op == "placeholder" else _sources(maker)
+    inputs = node.all_input_nodes
+    same = [source for source in inputs if _is_tensor(node) and node.meta["val"] is source.meta.get("val")]
+    if same:
+        return [(same[0], "same object")]
     effect = node_effect(node)
     if effect is None:  # a submodule or an opaque function
-        if node.op == "call_function" and node.args and node.args[0] is source and _is_getitem(node):
-            return "view"
-        return None if node.meta.get("module_type") is nn.Linear else "may be a view"
-    if effect.returns != "fresh":
-        first = node.all_input_nodes[0]
-        return effect.returns if source is first or effect.returns == "may be a view" else None
-    return "view" if shared else None
+        kind = "fresh" if node.meta.get("module_type") is nn.Linear else "may be a view"
+        return [(source, kind) for source in inputs]
+    if effect.returns == "view":
+        return [(inputs[0], "view"), *((source, "fresh") for source in inputs[1:])] if inputs else []
+    return [(source, effect.returns) for source in inputs]
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_getitem(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _floats(value: Any) -> bool:
-    return bool(tensors_in(value)) or value is None
 
 
 def _share(left: Any, right: Any) -> bool | None:
@@ -203,8 +215,16 @@ def _share(left: Any, right: Any) -> bool | None:
     return any(tensor.untyped_storage()._cdata in storages for tensor in lefts)
 
 
-def _evidence(trace: Trace, node: fx.Node, source: fx.Node, kind: str, shared: bool | None) -> Evidence:
-    return Evidence(*_place(trace, node), kind, shared)
+def _evidence(
+    trace: Trace, steps: list[_Step], roots: dict[str, frozenset[str]], root: str, bound: set[str]
+) -> tuple[Evidence, ...]:
+    """The steps by which the nodes in `bound` came to lie in the allocation `root`, in order."""
+    reached, found = set(bound), []
+    for step in reversed(steps):
+        if step.node.name in reached and root in roots[step.source.name]:
+            reached.add(step.source.name)
+            found.append(Evidence(*_place(trace, step.node), step.kind, step.observed))
+    return tuple(dict.fromkeys(reversed(found)))
 
 
 def _place(trace: Trace, node: fx.Node) -> tuple[int, str]:

@@ -6,8 +6,10 @@ that happens to copies, and no weight is read or allocated.
 
 import copy
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +17,10 @@ import torch.nn as nn
 
 from fusekit.forward import NoSource, original_class
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+# What `nn.Module` itself keeps on an instance: hooks, and sets of names. A stand-in starts without.
+TORCH_STATE = frozenset(nn.Module().__dict__) - {"training"}
+WEAK = (weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType)
 Call = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -35,33 +34,42 @@ class Skeleton:
         self._call = call
         self._made: dict[int, Any] = {}  # id of the original -> stand-in
         self._kept: list[Any] = []  # originals, so that no id is used again
+        # A shared module has one name, that of its first place; so has one that a list holds too.
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._strangers = 0
         self.paths: dict[int, str] = {}  # id of a stand-in's parameter or buffer -> path
+        self.trained: set[int] = set()  # ids of stand-ins of tensors that require grad
         self.module = self.of(root, "")
 
-    def of(self, module: nn.Module, path: str) -> nn.Module:
-        """The stand-in of `module`, which is `path` in the tree."""
+    def of(self, module: nn.Module, path: str | None = None) -> nn.Module:
+        """The stand-in of `module`, which is `path` in the tree (None: it stands in none of its places)."""
         if id(module) in self._made:
             return self._made[id(module)]
+        path = self._names.get(id(module), path)
+        if path is None:
+            # Two modules that are no part of the tree must not look like one.
+            self._strangers += 1
+            path = f"<{type(module).__name__} {self._strangers}>"
         with torch._C.DisableTorchFunction():  # making it is no part of what is traced
             return self._make(module, path)
 
     def _make(self, module: nn.Module, path: str) -> nn.Module:
-        cls = original_class(module)
-        made = cls.__new__(cls)
+        cls: Any = original_class(module)
+        made: nn.Module = cls.__new__(cls)
         self._remember(module, made)
-        state = dict(module.__dict__)
+        state = module.__dict__
         prefix = f"{path}." if path else ""
-        state["_parameters"] = self._tensors(state["_parameters"], prefix)
-        state["_buffers"] = self._tensors(state["_buffers"], prefix)
-        state["_modules"] = _Children(self, state["_modules"], prefix)
-        for name in HOOKS:
-            state[name] = OrderedDict()
-        made.__dict__.update(state)
-        own = state.get("forward")
+        made.__dict__.update(nn.Module().__dict__)
+        made.__dict__["training"] = state.get("training", True)
+        made.__dict__["_parameters"] = self._tensors(state["_parameters"], prefix)
+        made.__dict__["_buffers"] = self._tensors(state["_buffers"], prefix)
+        made.__dict__["_non_persistent_buffers_set"] = set(state["_non_persistent_buffers_set"])
+        made.__dict__["_modules"] = _Children(self, state["_modules"], prefix)
         for name, value in state.items():
-            if not name.startswith("_") or isinstance(value, torch.Tensor):
+            if name not in TORCH_STATE:
                 made.__dict__[name] = self.value(value)
-        if own is not None and made.__dict__["forward"] is own:
+        own = state.get("forward")
+        if own is not None and not _is_bound_to(made.__dict__["forward"], made):
             # Not bound to a module of this tree: calling it could reach the real one.
             def refuse(*_: Any, **__: Any) -> None:
                 raise NoSource("instance-forward", f"{path or 'the module'} carries a forward of its own")
@@ -71,34 +79,148 @@ class Skeleton:
         return made
 
     def value(self, value: Any) -> Any:
-        """The stand-in of an attribute's value: tensors on meta, containers and settings copied."""
-        if isinstance(value, PLAIN):
+        """The stand-in of a value that a forward can reach: tensors on meta, what can be written copied.
+
+        What has no state of its own (sentinels, classes, functions without closures) stays itself,
+        so that `is` still holds.
+        """
+        if isinstance(value, PLAIN) or isinstance(value, (type, types.ModuleType)):
             return value
         if id(value) in self._made:
             return self._made[id(value)]
-        if isinstance(value, torch.Tensor):
-            return self._remember(value, on_meta(value))
-        if isinstance(value, nn.Module):
-            return self.of(value, f"<{type(value).__name__}>")
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-            return types.MethodType(value.__func__, self.of(value.__self__, ""))
-        if type(value) in (list, tuple, set, OrderedDict, dict):
-            return self._container(value)
-        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
+        if type(value) in WEAK:
+            return self._weak(value)
+        with torch._C.DisableTorchFunction():
+            if isinstance(value, torch.Tensor):
+                return self._tensor(value)
+            if isinstance(value, nn.Module):
+                return self.of(value)
+            if isinstance(value, types.MethodType):
+                return self._method(value)
+            if isinstance(value, types.BuiltinFunctionType):
+                return self._builtin(value)
+            if isinstance(value, types.FunctionType):
+                return self.function(value)
+            if isinstance(value, partial):
+                return self._partial(value)
+            if isinstance(value, (tuple, list, set, frozenset, dict, deque)):
+                return self._container(value)
+            return self._object(value)
+
+    # -- one kind of value each ---------------------------------------------------------------
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Without `requires_grad`, so that no operator builds a graph for autograd or refuses to
+        # write in place; `Recorder` answers the question from `trained`.
+        made = self._remember(tensor, on_meta(tensor).requires_grad_(False))
+        if tensor.requires_grad:
+            self.trained.add(id(made))
+        return made
+
+    def _weak(self, value: Any) -> Any:
+        target = value() if isinstance(value, weakref.ReferenceType) else value.__init__.__self__
+        made = self.value(target)
+        try:
+            return weakref.ref(made) if isinstance(value, weakref.ReferenceType) else weakref.proxy(made)
+        except TypeError:
             return value
-        return self._remember(value, _shallow(value))
+
+    def _method(self, value: types.MethodType) -> Any:
+        owner = self.value(value.__self__)
+        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+
+    def _builtin(self, value: Any) -> Any:
+        """A method of a list or the like, say `self.log = self.lines.append`, is that of its stand-in."""
+        owner = getattr(value, "__self__", None)
+        if owner is None or isinstance(owner, (type, types.ModuleType)):
+            return value
+        return getattr(self.value(owner), value.__name__, value)
+
+    def function(self, function: types.FunctionType) -> types.FunctionType:
+        """`function` itself, or a copy of it where its closure or its defaults hold what has a stand-in."""
+        if not function.__closure__ and not function.__defaults__ and not function.__kwdefaults__:
+            return function
+        self._made[id(function)] = function  # it may hold itself
+        cells = self.cells(function.__closure__ or ())
+        defaults, named = self.value(function.__defaults__), self.value(function.__kwdefaults__)
+        same = all(_same_cell(new, old) for new, old in zip(cells, function.__closure__ or (), strict=True))
+        if same and _same(defaults, function.__defaults__) and _same(named, function.__kwdefaults__):
+            return self._remember(function, function)
+        made = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
+        made.__kwdefaults__ = named
+        made.__dict__.update(function.__dict__)
+        return self._remember(function, made)
+
+    def cells(self, closure: tuple[types.CellType, ...]) -> tuple[types.CellType, ...]:
+        """Closure cells of their own, which hold stand-ins."""
+        made = []
+        for cell in closure:
+            if id(cell) not in self._made:
+                new = self._remember(cell, types.CellType())
+                try:
+                    new.cell_contents = self.value(cell.cell_contents)
+                except ValueError:  # empty until later
+                    pass
+            made.append(self._made[id(cell)])
+        return tuple(made)
+
+    def _partial(self, value: Any) -> Any:
+        named = {name: self.value(item) for name, item in value.keywords.items()}
+        arguments = (self.value(item) for item in value.args)
+        return self._remember(value, type(value)(self.value(value.func), *arguments, **named))
 
     def _container(self, value: Any) -> Any:
+        if isinstance(value, frozenset):
+            return value
         if isinstance(value, tuple):
-            return self._remember(value, tuple(self.value(item) for item in value))
-        made = self._remember(value, type(value)())
+            items = [self.value(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return self._remember(value, value)
+            plain = type(value) is tuple
+            try:
+                return self._remember(value, tuple(items) if plain else type(value)(*items))
+            except Exception:
+                return self._remember(value, tuple(items))
+        made = self._remember(value, _empty_like(value))
         if isinstance(value, dict):
-            made.update((key, self.value(item)) for key, item in value.items())
+            # Past methods of a subclass, which may make things of what is put in or taken out.
+            for key, item in dict.items(value):
+                (OrderedDict if isinstance(value, OrderedDict) else dict).__setitem__(
+                    made, key, self.value(item)
+                )
         elif isinstance(value, set):
-            made.update(self.value(item) for item in value)
+            set.update(made, value)
         else:
-            made.extend(self.value(item) for item in value)
+            made.extend(self.value(item) for item in list(value))
+        self._attributes(value, made)
         return made
+
+    def _object(self, value: Any) -> Any:
+        """A copy of an object with stand-ins for what it holds; itself where it cannot be copied."""
+        if not _has_state(value):
+            return value
+        try:
+            made = copy.copy(value)
+        except Exception:
+            return self._remember(value, value)
+        if made is value or type(made) is not type(value):  # a logger, an enum's member, a lazy proxy
+            return self._remember(value, value)
+        self._remember(value, made)
+        self._attributes(value, made)
+        return made
+
+    def _attributes(self, value: Any, made: Any) -> None:
+        state = getattr(made, "__dict__", None)
+        original = getattr(value, "__dict__", None)
+        if isinstance(state, dict) and isinstance(original, dict) and state is not original:
+            state.update((name, self.value(item)) for name, item in list(original.items()))
+        for cls in type(value).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                try:
+                    object.__setattr__(made, name, self.value(getattr(value, name)))
+                except (AttributeError, TypeError):
+                    pass
 
     def _tensors(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
         made = {name: self.value(tensor) for name, tensor in tensors.items()}
@@ -124,11 +246,37 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _shallow(value: Any) -> Any:
+def _is_bound_to(value: Any, owner: Any) -> bool:
+    return isinstance(value, types.MethodType) and value.__self__ is owner
+
+
+def _has_state(value: Any) -> bool:
+    if getattr(value, "__dict__", None):
+        return True
+    return any("__slots__" in cls.__dict__ and cls.__dict__["__slots__"] for cls in type(value).__mro__)
+
+
+def _same_cell(new: types.CellType, old: types.CellType) -> bool:
     try:
-        return copy.copy(value)
-    except Exception:
-        return value
+        return _same(new.cell_contents, old.cell_contents)
+    except ValueError:
+        return False
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Whether a value is its own stand-in; an empty container of another identity is not."""
+    return new is old
+
+
+def _empty_like(value: Any) -> Any:
+    """An empty container of the class of `value`, of a plain one where that class wants arguments."""
+    if isinstance(value, deque):
+        return deque(maxlen=value.maxlen)
+    if hasattr(value, "default_factory"):
+        return type(value)(value.default_factory)
+    cls = type(value)
+    made = cls.__new__(cls)
+    return made
 
 
 class _Children(dict[str, Any]):
@@ -152,8 +300,38 @@ class _Children(dict[str, Any]):
         self._done.add(name)
         super().__setitem__(name, value)
 
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._done.discard(name)
+
+    def __iter__(self) -> Iterator[str]:
+        # An `__iter__` of its own makes dict(children) and {**children} ask for items one by one.
+        return super().__iter__()
+
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
+
+    def pop(self, name: str, *default: Any) -> Any:
+        found = self[name] if name in self else None
+        super().pop(name, *default)
+        self._done.discard(name)
+        return found if found is not None or not default else default[0]
+
+    def popitem(self) -> tuple[str, Any]:
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for name, value in dict(*others, **named).items():
+            self[name] = value
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
 
     def values(self) -> Iterable[Any]:  # type: ignore[override]
         return [self[name] for name in self]

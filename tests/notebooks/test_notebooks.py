@@ -1,0 +1,139 @@
+"""Every notebook runs from top to bottom, and what is committed is what a run shows."""
+
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+# What a reader of the committed file must find in its outputs, as text.
+PROMISES = {
+    "01_tour": [
+        "The capital of France is Paris.",
+        "LlamaAttention: 35 nodes",
+        "LlamaAttention.forward",
+        "LlamaAttention: 2 alias sets, writes nothing",
+        "LlamaForCausalLM: 121 sites (61 rms_norm, 30 qkv, 30 glu), 0 refusals, nothing applied",
+        "+        q_proj, k_proj, v_proj = self.merged_qkv(hidden_states)",
+        "+        gate_proj, up_proj = self.merged_glu(x)",
+        "29 sites (29 qkv), 1 refusal",
+        "cannot fuse qkv: k_proj carries hooks",
+        "121 sites (61 rms_norm, 30 qkv, 30 glu) applied",
+        "fused equals unfused within what float64 allows: ok",
+        "k's weight begins where q's ends: True",
+        "121 sites (61 rms_norm, 30 qkv, 30 glu) reverted",
+        "30 sites (30 glu)",  # of the magic
+    ]
+}
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs(notebook):
+    return [output for cell in code_cells(notebook) for output in cell.outputs]
+
+
+def texts(output):
+    """Everything of an output that a reader can see."""
+    if output.output_type == "stream":
+        return [output.text]
+    if output.output_type == "error":
+        return ["Traceback", *output.traceback]
+    return [text for text in output.data.values() if isinstance(text, str)]
+
+
+def kinds(notebook):
+    """For each code cell, what sort of outputs it has."""
+    return [
+        [
+            (output.output_type, *sorted(output.get("data", {})), output.get("name", ""))
+            for output in cell.outputs
+        ]
+        for cell in code_cells(notebook)
+    ]
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def committed(path):
+    return nbformat.read(path, as_version=4)
+
+
+def test_there_are_notebooks():
+    assert {path.stem for path in NOTEBOOKS} >= set(PROMISES)
+
+
+def test_notebook_runs_and_shows_what_the_committed_one_shows(path, committed, monkeypatch):
+    monkeypatch.setenv("FUSEKIT_QUICK", "1")
+    run = nbformat.read(path, as_version=4)
+    for cell in code_cells(run):
+        cell.outputs = []
+    client = NotebookClient(
+        run, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    )
+    client.execute()  # raises where a cell does
+    assert not [output for output in outputs(run) if output.output_type == "error"]
+    assert kinds(run) == kinds(committed)
+
+
+def test_committed_notebook_was_run_once_from_top_to_bottom(committed):
+    nbformat.validate(committed)
+    assert [cell.execution_count for cell in code_cells(committed)] == list(
+        range(1, len(code_cells(committed)) + 1)
+    )
+    # When a cell ran and how long it took would differ with every run.
+    assert not [cell.id for cell in committed.cells if "execution" in cell.metadata]
+
+
+def test_committed_outputs_hold_no_fault_and_no_place_of_this_machine(committed):
+    here = {str(Path.home()), sys.prefix, str(FOLDER.parent)} - {"/", "/usr", "/usr/local"}
+    private = re.compile("|".join([r"[/\\](home|Users|root|tmp)[/\\]", *map(re.escape, here)]))
+    for output in outputs(committed):
+        for text in texts(output):
+            assert "Traceback" not in text
+            assert "could not be drawn" not in text
+            assert "site-packages" not in text
+            assert not private.search(text), private.search(text)
+        assert output.get("name") != "stderr", output.text
+
+
+def test_committed_html_needs_no_script_and_no_network(committed):
+    shown = [
+        output.data["text/html"] for output in outputs(committed) if "text/html" in output.get("data", {})
+    ]
+    assert shown
+    for html in shown:
+        assert "<script" not in html
+        assert not re.search(r"""(src|href)=["']?(https?:)?//""", html)
+        assert "<table" in html or "<details" in html or "<pre" in html
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_committed_outputs_keep_their_promises(name):
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    seen = "\n".join(text for output in outputs(notebook) for text in texts(output))
+    assert [promise for promise in PROMISES[name] if promise not in seen] == []
+
+
+def test_tour_shows_every_result_as_html():
+    notebook = nbformat.read(FOLDER / "01_tour.ipynb", as_version=4)
+    last_lines = {
+        cell.source.splitlines()[-1]: set(cell.outputs[-1].get("data", {}))
+        for cell in code_cells(notebook)
+        if cell.outputs
+    }
+    for line in ("fk.trace(attention)", "fk.source(attention)", "fk.aliasing(attention)", "plan"):
+        assert last_lines[line] == {"text/plain", "text/html"}
+    for line in ("plan.sites[0].diff", "fused", "plan.verify()", "with_hook"):
+        assert last_lines[line] == {"text/plain", "text/html"}
