@@ -21,7 +21,7 @@ from fusekit.display.markup import (
     table,
     tag,
 )
-from fusekit.display.source import place
+from fusekit.display.source import place, shown_path
 from fusekit.display.theme import TINTS, ink
 from fusekit.fusions import Refusal
 from fusekit.model import Site
@@ -203,5 +203,5 @@ def _(refusal: Refusal) -> Html:
     if refusal.parts:
         rows.append(["parts", code(", ".join(refusal.parts))])
     if refusal.path:
-        rows.append(["where", code(f"{refusal.path}:{refusal.line}")])
+        rows.append(["where", code(f"{shown_path(refusal.path)}:{refusal.line}")])
     return table("Refusal", ["what", "value"], rows)

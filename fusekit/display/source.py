@@ -14,6 +14,18 @@ def place(path: str | None, number: int | None) -> str:
     return name if number is None or not name else f"{name}:{number}"
 
 
+def shown_path(path: str) -> str:
+    """`path` from the packages' folder on: what comes before differs from machine to machine, and is
+    nobody's business in a notebook that is passed on. A notebook cell's file is named as it is in
+    tracebacks, without its temporary folder."""
+    parts = path.replace(os.sep, "/").split("/")
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "/".join(parts[parts.index(folder) + 1 :])
+    here = os.path.relpath(path) if os.path.isabs(path) and path.startswith(os.getcwd() + os.sep) else path
+    return os.path.basename(path) if any(part.startswith("ipykernel_") for part in parts) else here
+
+
 def numbered_text(text: str, first: int, indent: str = "  ") -> list[str]:
     lines = lines_of(outdent(text, indent_of(text)))
     width = len(str(first + len(lines)))
@@ -36,13 +48,13 @@ def _wrapped(source: ForwardSource) -> str:
 
 @as_text.register
 def _(source: ForwardSource) -> str:
-    head = f"{source.name}  {source.path}:{source.line}"
+    head = f"{source.name}  {shown_path(source.path)}:{source.line}"
     wrapped = [f"  {_wrapped(source)}"] if source.wrappers else []
     return "\n".join([head, *wrapped, *numbered_text(source.text, source.line)])
 
 
 @as_html.register
 def _(source: ForwardSource) -> Html:
-    head = line(tag("b", code(source.name)), "  ", soft(f"{source.path}:{source.line}"))
+    head = line(tag("b", code(source.name)), "  ", soft(f"{shown_path(source.path)}:{source.line}"))
     wrapped = line(soft(_wrapped(source))) if source.wrappers else ""
     return many(head, wrapped, numbered(source.text, source.line))

@@ -15,9 +15,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 PROMISES = {
     "01_tour": [
         "The capital of France is Paris.",
-        "LlamaAttention: 35 nodes",
+        "4 module calls, complete",
         "LlamaAttention.forward",
-        "LlamaAttention: 2 alias sets, writes nothing",
+        "alias sets, writes nothing",
         "LlamaForCausalLM: 121 sites (61 rms_norm, 30 qkv, 30 glu), 0 refusals, nothing applied",
         "+        q_proj, k_proj, v_proj = self.merged_qkv(hidden_states)",
         "+        gate_proj, up_proj = self.merged_glu(x)",
