@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import math
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -14,15 +12,25 @@ import torch.nn as nn
 from fusekit.errors import FusekitError
 from fusekit.model.apply import apply, revert
 from fusekit.model.binding import is_fused
+from fusekit.model.compare import compare, errors, state_check, top1_check
 from fusekit.model.lifted import Lifted
 from fusekit.model.plan import Plan
 from fusekit.model.plan import plan as make_plan
 from fusekit.model.report import Check, LayerError, NotRun, VerifyReport
+from fusekit.model.runs import (
+    SEED,
+    Gradients,
+    Run,
+    as_double,
+    captured,
+    floating,
+    generated,
+    generates,
+    run,
+    with_tensors,
+)
 
 CHECKS = ("outputs", "gradients", "state dict", "top-1", "generation", "site")
-RATIO = 1.5  # fused may be this much further from float64 than unfused is
-EPS = 8  # ... or this many eps of the dtype, relative to the largest magnitude
-SEED = 20
 
 
 def verify(
@@ -52,19 +60,6 @@ def verify(
         if name not in CHECKS:
             raise FusekitError(f"skip={name!r}: there is no such check; there are {', '.join(CHECKS)}")
     return _Verification(plan, inputs, tokens, generate, frozenset(skip)).report()
-
-
-_Gradients = dict[str, torch.Tensor]
-
-
-@dataclass
-class _Run:
-    """What one version of the model gave."""
-
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    gradients: _Gradients = field(default_factory=dict)
-    layers: dict[str, torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor | None = None
 
 
 class _Verification:
@@ -126,7 +121,9 @@ class _Verification:
 
     def _inputs(self) -> tuple[dict[str, Any] | None, str]:
         if self.given is not None:
-            return _moved(self.given, self.device), f"the given inputs ({', '.join(self.given)})"
+            return with_tensors(
+                dict(self.given), lambda tensor: tensor.to(self.device)
+            ), f"the given inputs ({', '.join(self.given)})"
         size = _vocabulary(self.plan.model)
         if size is None:
             return None, f"no inputs are known for a {self.plan.model_name}: pass verify(inputs={{...}})"
@@ -139,20 +136,20 @@ class _Verification:
     def _compare(self, inputs: dict[str, Any]) -> None:
         names = _layer_names(self.copy)
         state = self.plan.model.state_dict()
-        unfused = self._run(self.copy, inputs, names)
+        unfused = self._run(inputs, names)
         texts = [self._generated(inputs)]
         captured = self._captured(inputs)
         fused_plan = self._plan_of(self.copy)
         fused = apply(fused_plan)
-        run = self._run(self.copy, inputs, names)
+        run = self._run(inputs, names)
         texts.append(self._generated(inputs))
         after = self.copy.state_dict()
         if "state dict" not in self.skip:
-            self.checks.append(_state_check(state, after))
+            self.checks.append(state_check(state, after))
         fused.revert()
         self.copy.double()
         with Lifted():
-            reference = self._run(self.copy, _as_double(inputs), names)
+            reference = self._run(as_double(inputs), names)
         self._judge(unfused, run, reference, names)
         self._judge_text(texts, _noise(unfused, run, reference))
         if "site" not in self.skip:
@@ -172,77 +169,19 @@ class _Verification:
             )
         return Plan(model, sites, (), ())
 
-    def _run(self, model: nn.Module, inputs: dict[str, Any], names: list[str]) -> _Run:
-        run = _Run()
-        hooks = [model.get_submodule(name).register_forward_hook(_keep(run.layers, name)) for name in names]
-        wants_gradients = "gradients" not in self.skip
-        try:
-            with torch.set_grad_enabled(wants_gradients):
-                result = model(**inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        tensors = [tensor for tensor in _tensors(result) if tensor.is_floating_point()]
-        run.outputs = [tensor.detach().clone() for tensor in tensors]
-        logits = getattr(result, "logits", None)
-        run.logits = logits.detach() if isinstance(logits, torch.Tensor) else None
-        if wants_gradients:
-            self._backward(model, tensors, run)
-        return run
-
-    def _backward(self, model: nn.Module, tensors: list[torch.Tensor], run: _Run) -> None:
-        """Gradients of a fixed random projection of the outputs."""
-        generator = torch.Generator().manual_seed(SEED)
-        total: Any = 0
-        for tensor in tensors:
-            if tensor.requires_grad:
-                weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-                total = total + (tensor * weights.to(tensor)).sum()
-        if isinstance(total, torch.Tensor):
-            total.backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                run.gradients[name] = parameter.grad.detach().clone()
-            parameter.grad = None
+    def _run(self, inputs: dict[str, Any], names: list[str]) -> Run:
+        return run(self.copy, inputs, names, "gradients" not in self.skip)
 
     def _generated(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        if "generation" in self.skip or not _generates(self.copy) or "input_ids" not in inputs:
-            return None
-        ids = inputs["input_ids"]
-        prompt = {"input_ids": ids, "attention_mask": inputs.get("attention_mask", torch.ones_like(ids))}
-        with torch.no_grad():
-            return self.copy.generate(  # type: ignore[operator]
-                **prompt, max_new_tokens=self.generate, min_new_tokens=self.generate, do_sample=False
-            )
+        return None if "generation" in self.skip else generated(self.copy, inputs, self.generate)
 
     def _captured(self, inputs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What each fused module is called with, first time."""
-        found: dict[str, tuple[Any, Any]] = {}
-        if "site" in self.skip:
-            return found
         names = {site.name for site in (*self.plan.sites, *self.plan.applied)}
-
-        def keep(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                found.setdefault(name, (_detached(args), _detached(kwargs)))
-
-            return hook
-
-        hooks = [
-            self.copy.get_submodule(name).register_forward_pre_hook(keep(name), with_kwargs=True)
-            for name in names
-        ]
-        try:
-            with torch.no_grad():
-                self.copy(**inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found
+        return {} if "site" in self.skip else captured(self.copy, names, inputs)
 
     # -- verdicts -----------------------------------------------------------------------------
 
-    def _judge(self, unfused: _Run, fused: _Run, reference: _Run, names: list[str]) -> None:
+    def _judge(self, unfused: Run, fused: Run, reference: Run, names: list[str]) -> None:
         if "outputs" not in self.skip:
             if not reference.outputs:
                 self._leave_out(["outputs"], "the model returned no floating tensor")
@@ -250,7 +189,7 @@ class _Verification:
                 zip(unfused.outputs, fused.outputs, reference.outputs, strict=True)
             ):
                 name = "" if len(reference.outputs) == 1 else f"output {index}"
-                self.checks.append(self._check("outputs", name, "", a, b, exact))
+                self.checks.append(compare("outputs", name, a, b, exact, dtype=self.dtype))
         if "gradients" not in self.skip:
             if not reference.gradients:
                 self._leave_out(["gradients"], "no parameter has a gradient")
@@ -259,19 +198,17 @@ class _Verification:
             if reference.logits is None or fused.logits is None or unfused.logits is None:
                 self._leave_out(["top-1"], "the model returns no logits")
             else:
-                self.checks.append(_top1_check(unfused.logits, fused.logits, reference.logits))
+                self.checks.append(top1_check(unfused.logits, fused.logits, reference.logits))
         for name in names:
             if name in reference.layers:
                 a, b, exact = unfused.layers[name], fused.layers[name], reference.layers[name]
-                errors = *_errors(a, exact), *_errors(b, exact)
-                self.layers.append(LayerError(name, errors[0], errors[2], errors[1], errors[3]))
+                (unfused_max, unfused_rms), (fused_max, fused_rms) = errors(a, exact), errors(b, exact)
+                self.layers.append(LayerError(name, unfused_max, fused_max, unfused_rms, fused_rms))
 
-    def _judge_gradients(self, unfused: _Gradients, fused: _Gradients, reference: _Gradients) -> None:
+    def _judge_gradients(self, unfused: Gradients, fused: Gradients, reference: Gradients) -> None:
         scales = {name: float(exact.abs().max()) or 1.0 for name, exact in reference.items()}
-        errors = {name: _errors(unfused[name], exact) for name, exact in reference.items() if name in unfused}
-        worst = [
-            max((error[i] / scales[name] for name, error in errors.items()), default=0.0) for i in (0, 1)
-        ]
+        known = {name: errors(unfused[name], exact) for name, exact in reference.items() if name in unfused}
+        worst = [max((error[i] / scales[name] for name, error in known.items()), default=0.0) for i in (0, 1)]
         for name, exact in reference.items():
             if name not in unfused or name not in fused:
                 self.checks.append(
@@ -279,10 +216,11 @@ class _Verification:
                 )
                 continue
             noise = (worst[0] * scales[name], worst[1] * scales[name])
-            self.checks.append(self._check("gradients", name, "", unfused[name], fused[name], exact, noise))
+            pair = unfused[name], fused[name]
+            self.checks.append(compare("gradients", name, *pair, exact, dtype=self.dtype, noise=noise))
 
     def _judge_text(self, texts: list[torch.Tensor | None], noise: float) -> None:
-        """The same tokens, or a fork where float64 cannot tell the two tokens apart beyond the rounding noise."""
+        """The same tokens, or a fork between two that float64 tells apart by less than the noise."""
         if "generation" in self.skip:
             return
         before, after = texts
@@ -300,7 +238,9 @@ class _Verification:
                 logits = self.copy(input_ids=before[row : row + 1, :fork], use_cache=False).logits[0, -1]
             margin = abs(float(logits[before[row, fork]] - logits[after[row, fork]]))
             ok &= margin <= noise
-            detail += f"; sequence {row} forks at token {fork - start}, where float64 tells them apart by {margin:.2g}"
+            detail += (
+                f"; sequence {row} forks at token {fork - start}: in float64 the two are {margin:.2g} apart"
+            )
             detail += f" (rounding noise {noise:.2g})"
         self.checks.append(Check("generation", "", "", ok, detail, same_bits=bool(same.all())))
 
@@ -314,109 +254,44 @@ class _Verification:
             module = copy.deepcopy(site.module)
             results = []
             with torch.no_grad():
-                results.append(_first(module(*args, **kwargs)))
+                results.append(floating(module(*args, **kwargs))[:1])
                 same = tuple(
                     own for own in make_plan(module).sites if not own.name and own.match == site.match
                 )
                 with apply(Plan(module, same, (), ())):
-                    results.append(_first(module(*args, **kwargs)))
+                    results.append(floating(module(*args, **kwargs))[:1])
                 module.double()
                 with Lifted():
-                    results.append(_first(module(*_as_double(args), **_as_double(kwargs))))
-            if any(result is None for result in results):
+                    results.append(floating(module(*as_double(args), **as_double(kwargs)))[:1])
+            if not all(results):
                 self._leave_out(["site"], f"{site.name}: it returned no floating tensor")
                 continue
-            self.checks.append(self._check("site", site.name, site.fusion, *results))
-
-    def _check(
-        self,
-        what: str,
-        name: str,
-        fusion: str,
-        unfused: Any,
-        fused: Any,
-        reference: torch.Tensor,
-        noise: tuple[float, float] = (0.0, 0.0),
-    ) -> Check:
-        unfused_max, unfused_rms = _errors(unfused, reference)
-        fused_max, fused_rms = _errors(fused, reference)
-        floor = EPS * torch.finfo(self.dtype).eps * float(reference.abs().max() if reference.numel() else 0)
-        allowed_max = max(RATIO * max(unfused_max, noise[0]), floor)
-        allowed_rms = max(RATIO * max(unfused_rms, noise[1]), floor)
-        shapes = unfused.shape == fused.shape and unfused.dtype == fused.dtype
-        ok = shapes and fused_max <= allowed_max and fused_rms <= allowed_rms
-        detail = f"largest error {fused_max:.3g}, {unfused_max:.3g} unfused; allowed {allowed_max:.3g}"
-        if not shapes:
-            detail = f"fused gives {fused.dtype} {list(fused.shape)}, unfused {unfused.dtype} {list(unfused.shape)}"
-        same = shapes and torch.equal(unfused, fused)
-        return Check(
-            what, name, fusion, bool(ok), detail, fused_max, unfused_max, fused_rms, unfused_rms, same
-        )
+            self.checks.append(
+                compare(
+                    "site", site.name, *(found[0] for found in results), dtype=self.dtype, fusion=site.fusion
+                )
+            )
 
 
-def _errors(found: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-    """(largest, root-mean-square) absolute error; infinite where `found` is not finite and the reference is."""
-    if found.shape != reference.shape:
-        return math.inf, math.inf
-    if not found.numel():
-        return 0.0, 0.0
-    difference = (found.double() - reference.double()).abs()
-    difference = torch.where(found.double() == reference.double(), 0.0, difference)  # equal infinities
-    difference = torch.nan_to_num(difference, nan=math.inf, posinf=math.inf)
-    both = torch.isnan(found) & torch.isnan(reference)
-    difference = torch.where(both, 0.0, difference)
-    return float(difference.max()), float(difference.square().mean().sqrt())
-
-
-def _noise(unfused: _Run, fused: _Run, reference: _Run) -> float:
+def _noise(unfused: Run, fused: Run, reference: Run) -> float:
     """How far the logits of both runs together are from float64; 0.0 where there are none."""
     if reference.logits is None or unfused.logits is None or fused.logits is None:
         return 0.0
-    return _errors(unfused.logits, reference.logits)[0] + _errors(fused.logits, reference.logits)[0]
-
-
-def _state_check(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> Check:
-    if list(before) != list(after):
-        return Check("state dict", "", "", False, "the names are not the same, or not in the same order")
-    wrong = [name for name, tensor in before.items() if not _same_bits(tensor, after[name])]
-    detail = f"{len(before)} tensors, the same names and bits" if not wrong else f"{wrong[0]} differs"
-    return Check("state dict", "", "", not wrong, detail, same_bits=not wrong)
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    same = left.shape == right.shape and left.dtype == right.dtype
-    return same and bool(((left == right) | (left.isnan() & right.isnan())).all())
-
-
-def _top1_check(unfused: torch.Tensor, fused: torch.Tensor, reference: torch.Tensor) -> Check:
-    """Fused must pick the unfused token wherever the reference tells the first two tokens apart."""
-    best = reference.topk(2, -1).values
-    noise = (unfused.double() - reference).abs().amax(-1) + (fused.double() - reference).abs().amax(-1)
-    clear = best[..., 0] - best[..., 1] > noise
-    same = unfused.argmax(-1) == fused.argmax(-1)
-    ok = bool((same | ~clear).all())
-    exact = int((fused.argmax(-1) == reference.argmax(-1)).sum())
-    detail = f"{int(same.sum())} of {same.numel()} positions agree with unfused, {exact} with float64"
-    return Check("top-1", "", "", ok, detail, same_bits=bool(same.all()))
+    return errors(unfused.logits, reference.logits)[0] + errors(fused.logits, reference.logits)[0]
 
 
 # -- the model and its inputs -----------------------------------------------------------------
 
 
-def _vocabulary(model: nn.Module) -> int | None:
+def _vocabulary(model: Any) -> int | None:
     """The number of tokens of a causal language model, None for any other."""
     config = getattr(model, "config", None)
-    if config is None or not _generates(model) or not hasattr(model, "get_input_embeddings"):
+    if config is None or not generates(model) or not hasattr(model, "get_input_embeddings"):
         return None
     if getattr(config, "is_encoder_decoder", False):
         return None
     embedding = model.get_input_embeddings()
     return getattr(embedding, "num_embeddings", None)
-
-
-def _generates(model: nn.Module) -> bool:
-    ask = getattr(model, "can_generate", None)
-    return callable(ask) and bool(ask()) and hasattr(model, "generate")
 
 
 def _layer_names(model: nn.Module) -> list[str]:
@@ -428,52 +303,6 @@ def _layer_names(model: nn.Module) -> list[str]:
             if len(names) > len(best):
                 best = names
     return best
-
-
-def _keep(kept: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, result: Any) -> None:
-        tensors = [tensor for tensor in _tensors(result) if tensor.is_floating_point()]
-        if tensors:
-            kept.setdefault(name, tensors[0].detach().clone())
-
-    return hook
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _first(result: Any) -> torch.Tensor | None:
-    return next((tensor for tensor in _tensors(result) if tensor.is_floating_point()), None)
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(_map(item, change) for item in value)
-    if type(value) is dict:
-        return {name: _map(item, change) for name, item in value.items()}
-    return value
-
-
-def _moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return _map(dict(inputs), lambda tensor: tensor.to(device))
-
-
-def _detached(value: Any) -> Any:
-    return _map(value, lambda tensor: tensor.detach().clone())
-
-
-def _as_double(value: Any) -> Any:
-    return _map(value, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def _devices(device: torch.device) -> list[torch.device]:
