@@ -124,19 +124,27 @@ def _clone_wrapper(wrapper: FunctionType, wrapped: FunctionType, inner: Function
             cell = types.CellType(None)
             itself.append(cell)
         elif _holds(held, wrapped):
-            raise NoSource(
-                "decorated",
-                f"{wrapper.__code__.co_qualname} holds the forward a second time, in {name!r}",
-                wrapper.__code__.co_filename,
-                wrapper.__code__.co_firstlineno,
-            )
+            raise _held_twice(wrapper, name)
         closure.append(cell)
+    for defaults in (wrapper.__defaults__, wrapper.__kwdefaults__):
+        if _holds(defaults, wrapped):
+            raise _held_twice(wrapper, "its defaults")
     clone = _function(wrapper, wrapper.__code__, tuple(closure), wrapper.__globals__)
     for cell in itself:
         cell.cell_contents = clone
-    if clone.__dict__.get("__wrapped__") is wrapped:
-        clone.__wrapped__ = inner  # type: ignore[attr-defined]
+    for name, value in wrapper.__dict__.items():  # `__wrapped__`, and what else decorators call it
+        if value is wrapped:
+            clone.__dict__[name] = inner
     return clone
+
+
+def _held_twice(wrapper: FunctionType, where: str) -> NoSource:
+    return NoSource(
+        "decorated",
+        f"{wrapper.__code__.co_qualname} holds the forward a second time, in {where}",
+        wrapper.__code__.co_filename,
+        wrapper.__code__.co_firstlineno,
+    )
 
 
 def _holds(value: Any, function: FunctionType) -> bool:

@@ -176,11 +176,14 @@ def cell_contents(cell: types.CellType) -> Any:
         return None
 
 
-@functools.lru_cache(maxsize=4096)
 def source_of(chain: tuple[FunctionType, ...]) -> ForwardSource:
     """The source of the last function of `chain`, checked against the code that runs."""
-    function = chain[-1]
-    found = _source_of(_Code(function.__code__))
+    return _source_of_chain(chain, tuple(_Code(function.__code__) for function in chain))
+
+
+@functools.lru_cache(maxsize=4096)
+def _source_of_chain(chain: tuple[FunctionType, ...], codes: tuple["_Code", ...]) -> ForwardSource:
+    found = _source_of(codes[-1])
     names = tuple(wrapper.__code__.co_qualname for wrapper in chain[:-1])
     return ForwardSource(
         found.name,

@@ -2,15 +2,24 @@
 
 import ast
 import weakref
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fusekit import kernels
-from fusekit.forward import ForwardSource, NoSource, Span, compile_edited, forward_chain, source_of
+from fusekit.errors import FusekitError
+from fusekit.forward import (
+    ForwardSource,
+    NoSource,
+    Span,
+    compile_edited,
+    forward_chain,
+    original_class,
+    source_of,
+)
 from fusekit.forward.reads import Read, Uncachable, key, reads, resolve
 from fusekit.fusions.glu import find_glus
 from fusekit.fusions.match import Match, Objection
@@ -19,6 +28,7 @@ from fusekit.fusions.rms_norm import find_norms
 from fusekit.fusions.roles import role
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing import Trace
+from fusekit.tracing.schema import operator_name
 from fusekit.tracing.trace import run_again, run_trace
 
 FUSIONS = ("qkv", "kv", "columns", "glu", "rms_norm")
@@ -79,7 +89,14 @@ def analyse(module: nn.Module) -> Analysis:
 
 
 def _key(module: nn.Module, source: ForwardSource, by_type: frozenset[tuple[str, ...]]) -> Hashable:
-    return type(module).__mro__, bool(module.training), key(module, source, by_type)
+    own = (*module.__dict__, *module._modules, *module._parameters, *module._buffers)
+    # Attributes that a storage must not be called like; those of sites applied here are storages.
+    taken = frozenset(
+        name
+        for name in own
+        if name.startswith("merged_") and not getattr(module.__dict__.get(name), "is_merged_storage", False)
+    )
+    return original_class(module).__mro__, bool(module.training), taken, key(module, source, by_type)
 
 
 def _without_source(module: nn.Module, error: NoSource) -> Analysis:
@@ -152,7 +169,7 @@ def _skipped(source: ForwardSource, trace: Trace) -> set[ast.AST]:
 def _analyse(module: nn.Module, source: ForwardSource) -> Analysis:
     trace = run_trace(module)
     view = ForwardView(module, source, trace)
-    name = view.unused_name("kernels")
+    name = view.new_name("kernels")
     if not trace.complete:
         return Analysis(source, trace, (), tuple(_objections_of_partial(view)), name)
     matches: list[Match] = []
@@ -165,11 +182,8 @@ def _analyse(module: nn.Module, source: ForwardSource) -> Analysis:
         (matches if isinstance(found, Match) else objections).append(found)  # type: ignore[arg-type]
     checked: list[Match] = []
     for match in matches:
-        refused = _try_out(view, match, name)
-        if refused:
-            objections.append(refused)
-        else:
-            checked.append(match)
+        tried = _try_out(view, match, name)
+        (checked if isinstance(tried, Match) else objections).append(tried)  # type: ignore[arg-type]
     return Analysis(source, trace, tuple(checked), tuple(objections), name)
 
 
@@ -192,47 +206,93 @@ def _objections_of_partial(view: ForwardView) -> list[Objection]:
     return found
 
 
-def _try_out(view: ForwardView, match: Match, kernels_name: str) -> Objection | None:
-    """Run the rewritten forward on meta: it must go through and give what the original gives.
+def _try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objection:
+    """Run the rewritten forward on meta: nobody may be able to tell its results from the original's.
 
-    Slices of a merged output have other strides than an output of its own, and a forward may
-    ask for a view that they cannot give.
+    Slices of a merged output have other strides than an output of its own, and share memory.
+    Where that shows (a view that they cannot give, an output that is handed out as it is, a
+    reshape that copies and is then written), the slices are copied out: the match is `copied`.
     """
     try:
         function = compile_edited(view.source, match.edits, {kernels_name: kernels})[-1]
     except NoSource as error:
         return Objection(match.fusion, error.reason, str(error), error.line, match.parts)
-    widths = [view.submodule(part).out_features for part in match.parts]  # type: ignore[union-attr]
-    dtypes = {view.submodule(part).weight.dtype for part in match.parts}  # type: ignore[union-attr]
+    except (SyntaxError, FusekitError) as error:
+        why = f"no line can be put where the rewrite needs one ({error})"
+        return Objection(match.fusion, "different-branches", why, match.line, match.parts)
+    wanted = _observed(view.trace)
+    tries = [match]
+    if match.storage:
+        copy = replace(match, copied=True)
+        tries = [copy] if _depends_on_layout(view) else [match, copy]
+    for tried in tries:
+        extra = {match.storage: _stand_in(view, tried)} if match.storage else {}
+        after = run_again(view.module, function, view.trace, extra)
+        if after.complete and _observed(after) == wanted:
+            return tried
+    if after.stopped is not None:
+        why = f"the rewritten forward does not go through: {after.stopped.message}"
+        return Objection(match.fusion, "layout", why, after.stopped.line, match.parts)
+    why = "the rewritten forward gives another shape, dtype or layout"
+    return Objection(match.fusion, "layout", why, match.line, match.parts)
+
+
+def _stand_in(view: ForwardView, match: Match) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """What the merged storage of `match` gives, on meta."""
+    made = {node.target: node.meta["val"] for node in view.trace.graph.nodes if node.op == "call_module"}
+    outputs = [made[part] for part in match.parts]
+    widths: list[int] = [output.shape[-1] for output in outputs]
 
     def merged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        whole = x.new_empty(*x.shape[:-1], sum(widths), dtype=dtypes.copy().pop())
-        return whole.split(widths, -1)
+        whole = x.new_empty(*x.shape[:-1], sum(widths), dtype=outputs[0].dtype)
+        slices = whole.split(widths, -1)
+        return tuple(piece.clone(memory_format=torch.contiguous_format) for piece in slices) if match.copied else slices
 
-    extra = {match.storage: merged} if match.storage else {}
-    after = run_again(view.module, function, view.trace, extra)
-    if not after.complete:
-        assert after.stopped is not None
-        return Objection(
-            match.fusion,
-            "layout",
-            f"the rewritten forward does not go through: {after.stopped.message}",
-            after.stopped.line,
-            match.parts,
-        )
-    if _results(after) != _results(view.trace):
-        return Objection(
-            match.fusion,
-            "not-this-function",
-            "the rewritten forward gives another shape or dtype",
-            match.line,
-        )
-    return None
+    return merged
 
 
-def _results(trace: Trace) -> Any:
+def _observed(trace: Trace) -> Any:
+    """What a caller can see of a forward's results: structure, shapes, strides, dtypes, shared storage."""
     output = next(node for node in trace.graph.nodes if node.op == "output")
-    return torch.fx.node.map_arg(
-        output.args[0],
-        lambda node: (tuple(node.meta["val"].shape), node.meta["val"].dtype),  # type: ignore[arg-type, return-value]
-    )
+    inputs = [node for node in trace.graph.nodes if node.op == "placeholder"]
+    storages: dict[int, int] = {}
+
+    def describe(node: torch.fx.Node) -> Any:
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return str(type(value))
+        place = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+        return tuple(value.shape), value.stride(), value.dtype, place
+
+    torch.fx.node.map_arg(tuple(inputs), describe)
+    return torch.fx.node.map_arg(output.args[0], describe)
+
+
+# What tells a slice from a tensor of its own, though both hold the same values.
+LAYOUT = frozenset(
+    {"as_strided", "data_ptr", "is_contiguous", "numpy", "set_", "storage", "storage_offset", "stride"}
+    | {"untyped_storage", "_typed_storage", "_base", "_is_view", "__array__", "__dlpack__"}
+)
+
+
+def _depends_on_layout(view: ForwardView) -> bool:
+    """Whether a forward may write into a tensor, store one, or ask how one lies in memory.
+
+    Then what is a view of an output must stay one: a reshape of a slice is a copy.
+    """
+    if any(node.meta.get("written") or operator_name(node) in LAYOUT for node in view.trace.graph.nodes):
+        return True
+    for node in ast.walk(view.source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in LAYOUT:
+            return True
+        if isinstance(node, ast.AugAssign):
+            return True
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if name.endswith("_") and not name.endswith("__"):
+                return True
+            if any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
+                return True
+    return False

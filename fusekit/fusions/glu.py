@@ -10,7 +10,7 @@ from torch import fx
 
 from fusekit.forward import Edit, Span
 from fusekit.fusions.match import Match, Objection, Refused
-from fusekit.fusions.merge import is_linear_like, merged_calls, merged_line
+from fusekit.fusions.merge import is_linear_like, merged_calls, merged_line, order_of
 from fusekit.fusions.prover import movable
 from fusekit.fusions.view import ForwardView
 from fusekit.kernels import activation_name
@@ -18,12 +18,17 @@ from fusekit.kernels import activation_name
 
 def find_glus(view: ForwardView, kernels: str) -> Iterator[Match | Objection]:
     """A match or an objection for each product of an activated linear and another linear of one input."""
+    seen: set[Span] = set()
     for node in view.trace.graph.nodes:
         operands = _product(node)
         for act, up in [operands, operands[::-1]] if operands else []:
             gate = act.args[0] if _is_activation(view, act) else None
             if isinstance(gate, fx.Node) and _is_linear(view, gate) and _is_linear(view, up):
                 if gate.args == up.args and gate.target != up.target:
+                    if node.meta.get("span") in seen:  # the same product again, in another round of a loop
+                        break
+                    if node.meta.get("span"):
+                        seen.add(node.meta["span"])
                     try:
                         yield _match(view, kernels, gate, act, up, node)
                     except Refused as refused:
@@ -91,6 +96,7 @@ def _match(
         (insertion, Edit(Span.of(whole), fused)),
         whole.lineno,
         storage=storage,
+        order=order_of(view, nodes),
         norms=proof.norms,
         activations=frozenset({str(act.target)}),
         linears=proof.linears,

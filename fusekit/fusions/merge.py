@@ -10,10 +10,9 @@ import torch.nn as nn
 from torch import fx
 
 from fusekit.forward import Edit, Span
-from fusekit.forward.reads import MISSING, module_attribute
 from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.prover import Proof, movable
-from fusekit.fusions.roles import role
+from fusekit.fusions.roles import attention_operands, role, sources
 from fusekit.fusions.view import ForwardView
 
 
@@ -22,6 +21,7 @@ def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objectio
 
     Linears whose path is in `taken` belong to another fusion's match.
     """
+    seen: set[frozenset[ast.Call]] = set()
     for group in sibling_groups(view):
         nodes = [node for node in group if node.target not in taken]
         if len(nodes) < 2:
@@ -29,19 +29,73 @@ def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objectio
         fusion, ordered = role(view.trace, nodes)
         parts = tuple(str(node.target) for node in ordered)
         try:
-            yield merge_match(view, fusion, ordered)
+            calls = frozenset(merged_calls(view, ordered))
+            if calls in seen:  # the same calls again, in another round of a loop
+                continue
+            seen.add(calls)
+            match = merge_match(view, fusion, ordered)
+            if len({node.args for node in nodes}) > 1:
+                raise Refused("input-written", "the input is written between the parts", _line(nodes[-1]))
+            yield match
         except Refused as refused:
             yield refused.objection(fusion, parts)
+    yield from _apart(view)
+
+
+def _apart(view: ForwardView) -> Iterator[Objection]:
+    """An objection for each attention whose query, key and value come from linears of different values."""
+    calls = linear_calls(view)
+    for operands in attention_operands(view.trace):
+        feeds = [sources(operand, calls) for operand in operands]
+        if all(len(found) == 1 for found in feeds) and len(set.union(*feeds)) == 3:
+            query, key, value = (found.pop() for found in feeds)
+            for other in (key, value):
+                if other.args != query.args and not _one_tensor(query, other):
+                    why = f"{query.target} and {other.target} read different values"
+                    parts = (str(query.target), str(key.target), str(value.target))
+                    yield Objection("qkv", "different-inputs", why, _line(other), parts)
+                    break
+
+
+def _one_tensor(left: fx.Node, right: fx.Node) -> bool:
+    first, second = left.args[0], right.args[0]
+    assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
+    return first.meta.get("val") is second.meta.get("val")
+
+
+def linear_calls(view: ForwardView) -> list[fx.Node]:
+    """The calls of linear-like submodules with one value."""
+    return [
+        node
+        for node in view.trace.graph.nodes
+        if node.op == "call_module"
+        and len(node.args) == 1
+        and not node.kwargs
+        and isinstance(node.args[0], fx.Node)
+        and is_linear_like(view.submodule(str(node.target)))
+    ]
 
 
 def sibling_groups(view: ForwardView) -> list[list[fx.Node]]:
-    """The calls of linear-like submodules, grouped by the one value that they read."""
-    groups: dict[fx.Node, list[fx.Node]] = {}
-    for node in view.trace.graph.nodes:
-        if node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
-            if is_linear_like(view.submodule(str(node.target))) and isinstance(node.args[0], fx.Node):
-                groups.setdefault(node.args[0], []).append(node)
-    return [group for group in groups.values() if len({node.target for node in group}) > 1]
+    """The calls of linear-like submodules, grouped by the one value that they read.
+
+    A tensor that is written in between holds another value then. Calls that read one tensor, and no
+    value together, stand in a group too: the prover names the write.
+    """
+    values: dict[fx.Node, list[fx.Node]] = {}
+    tensors: dict[int, list[fx.Node]] = {}
+    for node in linear_calls(view):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        values.setdefault(source, []).append(node)
+        tensors.setdefault(id(source.meta.get("val")), []).append(node)
+    groups = [group for group in values.values() if _several(group)]
+    found = {node for group in groups for node in group}
+    return groups + [group for group in tensors.values() if _several(group) and not found & set(group)]
+
+
+def _several(group: list[fx.Node]) -> bool:
+    return len({node.target for node in group}) > 1
 
 
 def is_linear_like(module: nn.Module | None) -> bool:
@@ -69,9 +123,15 @@ def merge_match(view: ForwardView, fusion: str, nodes: list[fx.Node]) -> Match:
         tuple(sorted(edits)),
         min(call.lineno for call in calls),
         storage=storage,
+        order=order_of(view, nodes),
         norms=proof.norms,
         linears=proof.linears,
     )
+
+
+def order_of(view: ForwardView, nodes: list[fx.Node]) -> tuple[str, ...]:
+    """The paths of `nodes` as the forward calls them, one after another."""
+    return tuple(str(node.target) for node in view.trace.graph.nodes if node in nodes)
 
 
 def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
@@ -113,29 +173,20 @@ def merged_line(
     view: ForwardView, fusion: str, nodes: list[fx.Node], argument: ast.expr, proof: Proof
 ) -> tuple[str, Edit, list[str]]:
     """(name of the storage, the inserted line, the local names of the parts' outputs)."""
-    names: list[str] = []
-    for node in nodes:
-        names.append(view.unused_name(str(node.target).replace(".", "_")))
-    storage = "merged_" + "_".join(str(node.target).replace(".", "_") for node in nodes)
-    if fusion in ("qkv", "kv", "glu") and not _is_taken(view, f"merged_{fusion}"):
-        storage = f"merged_{fusion}"
-    call = f"{', '.join(names)} = {view.source.self_name}.{storage}({ast.unparse(argument)})"
     span, before, begins_line = view.statement_start(proof.statement)
-    if not begins_line and _follows_header(view, proof.statement):
-        return storage, Edit(span, f"{call}; "), names
-    if not begins_line:
+    follows = not begins_line and _follows_header(view, proof.statement)
+    if not begins_line and not follows:
         raise Refused(
             "different-branches",
             f"no line can be put before {view.text(proof.statement)}: it shares its line with another statement",
             proof.statement.lineno,
         )
-    return storage, Edit(span, f"{call}\n{before}"), names
-
-
-def _is_taken(view: ForwardView, name: str) -> bool:
-    """Whether the module has an attribute `name` that is not the storage of an applied site."""
-    value = module_attribute(view.module, name)
-    return value is not MISSING and not getattr(value, "is_merged_storage", False)
+    paths = [str(node.target).replace(".", "_") for node in nodes]
+    names = [view.new_name(path) for path in paths]
+    by_role = [f"merged_{fusion}"] if fusion in ("qkv", "kv", "glu") else []
+    storage = view.new_storage(*by_role, f"merged_{'_'.join(paths)}")
+    call = f"{', '.join(names)} = {view.source.self_name}.{storage}({ast.unparse(argument)})"
+    return storage, Edit(span, f"{call}; " if follows else f"{call}\n{before}"), names
 
 
 def _follows_header(view: ForwardView, statement: ast.stmt) -> bool:

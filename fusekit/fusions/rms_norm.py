@@ -16,8 +16,8 @@ from torch import fx
 from fusekit.forward import Edit, Span
 from fusekit.forward.reads import attribute_chain, resolve
 from fusekit.fusions.match import Match, Objection, Refused
-from fusekit.fusions.prover import METADATA_CALLS
-from fusekit.fusions.view import ForwardView
+from fusekit.fusions.prover import Reading, reads_plainly
+from fusekit.fusions.view import ForwardView, evaluation
 from fusekit.kernels import NORM_PROBES, NormForm, norm_forms, rms_norm
 from fusekit.tracing.schema import operator_name
 from fusekit.tracing.skeleton import Skeleton
@@ -118,7 +118,15 @@ def read_norm(view: ForwardView) -> Norm:
     left = [node for node in left if node.users or node.meta.get("written")]
     if left:
         raise _other(f"{left[0].name} has no place in an RMSNorm", left[0])
-    return Norm(source, weight, float(eps), eps_node, inverse, offset, frozenset(seen))
+    return Norm(
+        source,
+        weight,
+        float(eps),
+        eps_node,  # type: ignore[arg-type]
+        inverse,
+        offset,
+        frozenset(seen),
+    )
 
 
 def _other(why: str, node: fx.Node | None) -> Refused:
@@ -256,32 +264,22 @@ def _check_source(view: ForwardView, norm: Norm) -> None:
             f"it looks like an RMSNorm, but it takes a branch (that was {truth} while tracing)",
             span.line,
         )
-    for statement in tree.body:
-        simple = isinstance(statement, (ast.Return, ast.Expr, ast.Pass))
-        if isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            simple = all(isinstance(target, ast.Name) for target in targets)
-        if not simple:
-            raise Refused(
-                "not-this-function",
-                f"it looks like an RMSNorm, but it also does this: {view.text(statement).splitlines()[0]}",
-                statement.lineno,
-            )
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.comprehension, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield)):
-            raise _other("its source holds more than plain expressions", None)
-        if isinstance(node, ast.Call) and any(node in ast.walk(statement) for statement in tree.body):
-            known = view.nodes_at.get(node)
-            metadata = isinstance(node.func, ast.Attribute) and node.func.attr in METADATA_CALLS
-            if not metadata and not (known and all(n.meta.get("direct") for n in known)):
-                raise Refused(
-                    "not-this-function",
-                    f"it looks like an RMSNorm, but it also calls {view.text(node.func)}()",
-                    node.lineno,
-                )
     for node in view.trace.graph.nodes:
         if node.meta.get("written"):
             raise Refused("input-written", f"{node.name} writes in place", node.meta["span"].line)
+    reading = Reading(view)
+    for statement in tree.body:
+        try:
+            reading.statement(statement)
+            for expression, _ in evaluation(statement):
+                reading.expression(expression)
+        except Refused as refused:
+            line = view.text(statement).splitlines()[0]
+            raise Refused(
+                "not-this-function",
+                f"it looks like an RMSNorm, but it also does this: {line}",
+                refused.line,
+            ) from None
 
 
 def _eps_text(view: ForwardView, norm: Norm) -> str:
@@ -292,7 +290,7 @@ def _eps_text(view: ForwardView, norm: Norm) -> str:
             if isinstance(side, ast.Constant):
                 return view.text(side)
             chain = attribute_chain(side, view.source.self_name)
-            if chain and resolve(view.module, chain) == norm.eps:
+            if chain and reads_plainly(view.module, chain) and resolve(view.module, chain) == norm.eps:
                 return view.text(side)
     raise Refused(
         "not-this-function",

@@ -4,11 +4,14 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import CodeType
 
 import torch.nn as nn
 from torch import fx
 
 from fusekit.forward import ForwardSource, Span, text_at
+from fusekit.forward.reads import MISSING, module_attribute
+from fusekit.forward.span import lines_of
 from fusekit.tracing import Trace
 
 Block = list[ast.stmt]
@@ -22,6 +25,7 @@ class ForwardView:
     source: ForwardSource
     trace: Trace
     _expressions: dict[Span, ast.expr] = field(default_factory=dict)
+    _given: set[str] = field(default_factory=set)  # names that rewrites of this forward have taken
 
     def __post_init__(self) -> None:
         for node in ast.walk(self.source.tree):
@@ -34,6 +38,11 @@ class ForwardView:
         """The expression of the source that made `node`, itself and not a helper that it called."""
         span = node.meta.get("span")
         return self._expressions.get(span) if span is not None and node.meta.get("direct") else None
+
+    def expression_at(self, node: fx.Node) -> ast.expr | None:
+        """The expression of the source during which `node` was made, in a helper or not."""
+        span = node.meta.get("span")
+        return self._expressions.get(span) if span is not None else None
 
     def text(self, node: ast.expr | ast.stmt) -> str:
         """The source text of an expression or statement."""
@@ -64,16 +73,89 @@ class ForwardView:
         return found
 
     @cached_property
-    def names(self) -> set[str]:
-        """Every name that stands in the forward."""
-        found = {node.id for node in ast.walk(self.source.tree) if isinstance(node, ast.Name)}
-        return found | {node.arg for node in ast.walk(self.source.tree) if isinstance(node, ast.arg)}
+    def called(self) -> frozenset[ast.expr]:
+        """The expressions that are called: the `f` of every `f(...)`."""
+        return frozenset(node.func for node in ast.walk(self.source.tree) if isinstance(node, ast.Call))
 
-    def unused_name(self, wanted: str) -> str:
-        """`wanted`, or with underscores behind it, such that the forward has no name like it."""
-        while wanted in self.names or wanted in self.source.function.__code__.co_freevars:
+    @cached_property
+    def names(self) -> set[str]:
+        """Every name that stands in the forward, or that it stores in another way."""
+        found = set()
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, (ast.Global, ast.Nonlocal)):
+                found.update(node.names)
+        todo = [self.source.function.__code__]
+        while todo:
+            code = todo.pop()
+            found.update(code.co_varnames, code.co_cellvars, code.co_freevars)
+            todo.extend(const for const in code.co_consts if isinstance(const, CodeType))
+        return found
+
+    def new_name(self, wanted: str) -> str:
+        """`wanted`, or with underscores behind it, such that nothing in the forward is called so."""
+        while wanted in self.names or wanted in self._given:
             wanted += "_"
+        self._given.add(wanted)
         return wanted
+
+    def new_storage(self, *wanted: str) -> str:
+        """The first of `wanted` that no attribute of the module has, or the last with underscores behind it."""
+        attributes = {node.attr for node in ast.walk(self.source.tree) if isinstance(node, ast.Attribute)}
+
+        def is_taken(name: str) -> bool:
+            value = module_attribute(self.module, name)
+            held = value is not MISSING and not getattr(value, "is_merged_storage", False)
+            return held or name in attributes or f".{name}" in self._given
+
+        found = next((name for name in wanted if not is_taken(name)), wanted[-1])
+        while is_taken(found):
+            found += "_"
+        self._given.add(f".{found}")
+        return found
+
+    @cached_property
+    def _stores(self) -> dict[str, list[tuple[int | None, ast.expr | None]]]:
+        """Of each name the places that store it: (line as a binding of the trace has it, value if it is one)."""
+        found: dict[str, list[tuple[int | None, ast.expr | None]]] = {}
+        function = self.source.function.__code__
+        known: set[ast.AST] = set()
+        for node in ast.walk(self.source.tree):
+            targets: list[ast.expr] = []
+            value = None
+            if isinstance(node, ast.Assign):
+                targets, value = node.targets, node.value
+            elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.For)):
+                targets = [node.target]
+                value = node.value if isinstance(node, ast.AnnAssign) else None
+            for target in targets:
+                for name in ast.walk(target):
+                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                        known.add(name)
+                        alone = value if name is target else None
+                        found.setdefault(name.id, []).append((node.lineno, alone))  # type: ignore[attr-defined]
+        stored = {
+            node.id
+            for node in ast.walk(self.source.tree)
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and node not in known
+        }
+        count = function.co_argcount + function.co_kwonlyargcount
+        for name in function.co_varnames[:count]:
+            found.setdefault(name, []).append((function.co_firstlineno, None))
+        locals_ = {*function.co_varnames[count:], *function.co_cellvars, *function.co_freevars}
+        for name in stored | (locals_ - set(found)):  # by `with`, `except`, `import`, `:=`, a closure
+            found.setdefault(name, []).append((None, None))
+        return found
+
+    def stores(self, name: str) -> list[int | None]:
+        """The lines of the statements that store `name`, None for one that the trace does not follow."""
+        return [line for line, _ in self._stores.get(name, ())]
+
+    def assigned(self, name: str) -> list[ast.expr]:
+        """The values assigned to `name`; none where it is stored in any other way too."""
+        values = [value for _, value in self._stores.get(name, ())]
+        return [value for value in values if value is not None] if None not in values else []
 
     def place(self, expression: ast.expr) -> tuple[Block, int] | None:
         """The innermost block and the index of the statement in it that holds `expression`.
@@ -88,7 +170,8 @@ class ForwardView:
         before = text_at(
             self.source.file_text, Span(statement.lineno, 0, statement.lineno, statement.col_offset)
         )
-        return span, before, not before.strip()
+        above = lines_of(self.source.file_text)[statement.lineno - 2] if statement.lineno > 1 else ""
+        return span, before, not before.strip() and not above.rstrip("\r\n").endswith("\\")
 
 
 def _method_call_span(call: ast.Call, function: ast.Attribute) -> Span:

@@ -10,6 +10,7 @@ from fusekit.errors import FusekitError
 from fusekit.forward import original_class
 from fusekit.fusions import Match, analyse
 from fusekit.model.binding import applied_matches, bind, fused_class, is_fused, unbind
+from fusekit.model.checks import Uses, refusal_of
 from fusekit.model.plan import Plan, Site, plan
 from fusekit.shown import Shown
 
@@ -23,6 +24,7 @@ class Fused(Shown):
     def __init__(self, plan: Plan, sites: tuple[Site, ...]):
         self.plan, self.sites = plan, sites
         self._left = list(sites)
+        self._begun = False  # to revert: an interrupted one is taken up where it stopped
 
     @property
     def model(self) -> nn.Module:
@@ -42,7 +44,12 @@ class Fused(Shown):
             raise FusekitError(
                 f"this plan of {self.plan.model_name} is reverted already; apply a plan again first"
             )
-        _revert(self._left)
+        if self._begun:
+            self._left = [site for site in self._left if site.match in applied_matches(site.module)]
+        changes = _taken_off(self._left)
+        self._begun = True
+        _take_off(changes)
+        self._left.clear()
 
     def __enter__(self) -> "Fused":
         return self
@@ -61,17 +68,18 @@ def apply(plan: Plan, model: nn.Module | None = None) -> Fused:
             f"this plan belongs to another {plan.model_name}: a plan names the modules of the model it was made "
             "from; make one with fk.plan(model)"
         )
-    changes = [_change(module, sites) for module, sites in _by_module(plan.sites)]
+    uses = Uses.of(plan.model)
+    changes = [_change(module, sites, uses) for module, sites in _by_module(plan.sites)]
     done: list[Any] = []
     try:
         for module, before, after, cls, added in changes:
             done.append((module, before, added))
             bind(module, cls, after)
+        return Fused(plan, plan.sites)
     except BaseException:
         for module, before, added in reversed(done):
             unbind(module, before, added)
         raise
-    return Fused(plan, plan.sites)
 
 
 def _by_module(sites: Iterable[Site]) -> list[tuple[nn.Module, list[Site]]]:
@@ -82,7 +90,7 @@ def _by_module(sites: Iterable[Site]) -> list[tuple[nn.Module, list[Site]]]:
 
 
 def _change(
-    module: nn.Module, sites: list[Site]
+    module: nn.Module, sites: list[Site], uses: Uses
 ) -> tuple[nn.Module, type, tuple[Match, ...], type, tuple[Match, ...]]:
     """(module, its class now, all matches then, its class then, the matches added), or an error."""
     first = sites[0]
@@ -101,6 +109,9 @@ def _change(
             raise FusekitError(
                 f"{at}: it changed since the plan was made, and {site.fusion} no longer fits; plan again"
             )
+        refusal = refusal_of(site.name, module, now, site.match, uses)
+        if refusal:
+            raise FusekitError(f"{refusal.message} (it changed since the plan was made; plan again)")
     added = tuple(site.match for site in sites)
     after = (*done, *added)
     assert now.source is not None
@@ -108,8 +119,8 @@ def _change(
     return module, type(module), after, cls, added
 
 
-def _revert(left: list[Site]) -> None:
-    """Take sites off, one module after another; a site leaves the list once it is off."""
+def _taken_off(left: Iterable[Site]) -> list[tuple[nn.Module, type, tuple[Match, ...]]]:
+    """(module, its class without the sites, their matches) of each module, or an error."""
     changes = []
     for module, sites in _by_module(left):
         at = sites[0].name or sites[0].type_name
@@ -130,11 +141,13 @@ def _revert(left: list[Site]) -> None:
             now = analyse(module)
             assert now.source is not None
             cls = fused_class(cls, now.source, now.kernels, rest)
-        changes.append((module, cls, off, sites))
-    for module, cls, off, sites in changes:
+        changes.append((module, cls, off))
+    return changes
+
+
+def _take_off(changes: list[tuple[nn.Module, type, tuple[Match, ...]]]) -> None:
+    for module, cls, off in changes:
         unbind(module, cls, off)
-        for site in sites:
-            left.remove(site)
 
 
 def fuse(model: nn.Module, **options: Any) -> Fused:
@@ -152,9 +165,8 @@ def revert(model: nn.Module) -> None:
     left = [
         Site(name, match.fusion, match.parts, module, match, analyse(module), True)
         for name, module in model.named_modules()
-        if is_fused(module)
         for match in applied_matches(module)
     ]
     if not left:
         raise FusekitError(f"nothing is fused in this {type(model).__name__}: there is nothing to revert")
-    _revert(left)
+    _take_off(_taken_off(left))

@@ -148,7 +148,7 @@ def _replicate_as_original(self: nn.Module) -> nn.Module:
     replica = _next_in_line(self)._replicate_for_data_parallel()
     unbound = {match.storage for match in applied_matches(self)}
     replica.__dict__ = {name: value for name, value in replica.__dict__.items() if name not in unbound}
-    replica.__class__ = original_class(self)
+    replica.__class__ = _fused_base(self).__dict__[ORIGINAL]
     return replica
 
 
@@ -164,7 +164,7 @@ def bind(module: nn.Module, cls: type, matches: tuple[Match, ...]) -> None:
     try:
         for match in new:
             assert match.storage is not None
-            storage = MergedLinear(module, match.parts, match.order, match.contiguous)
+            storage = MergedLinear(module, match.parts, match.order, match.copied)
             module.__dict__[match.storage] = storage
             if not storage.tie():
                 raise FusekitError(f"the weights of {', '.join(match.parts)} do not fit into one storage")

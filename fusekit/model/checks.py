@@ -108,7 +108,7 @@ def is_proven_norm(module: nn.Module) -> bool:
         state[name]
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     )
-    if hooked or "forward" in state:
+    if hooked or "forward" in state or type(module).__call__ is not nn.Module.__call__:
         return False
     if type(module) is nn.RMSNorm:
         return True
@@ -146,8 +146,9 @@ def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
 def _parameter_objection(path: str, parameter: Any, uses: Uses) -> Found:
     if parameter is None:
         return None
-    if type(parameter) is not nn.Parameter or not parameter.dtype.is_floating_point:
-        kind = f"{type(parameter).__name__} of {parameter.dtype}"
+    plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    if not plain or not parameter.dtype.is_floating_point:
+        kind = f"{type(parameter).__name__} of {parameter.dtype}, {parameter.layout}"
         return "quantized", f"{path} is a {kind}, not a plain floating parameter"
     if uses.parameters[id(parameter)] > 1:
         return "tied", f"{path} is tied: another module uses it too"
@@ -172,6 +173,13 @@ def _group_objection(paths: tuple[str, ...], parts: list[nn.Module], uses: Uses)
     if len({parameter.device for parameter in parameters}) > 1:
         each = ", ".join(f"{path} on {w.device}" for path, w in zip(paths, weights, strict=True))
         return "device-mismatch", f"the parts lie on different devices ({each}); move them to one"
+    shapes = [tuple(weight.shape) for weight in weights]
+    if any(len(shape) != 2 for shape in shapes) or len({shape[1] for shape in shapes}) > 1:
+        each = ", ".join(f"{path} {list(shape)}" for path, shape in zip(paths, shapes, strict=True))
+        return (
+            "layout",
+            f"the weights are no matrices of one width ({each}); another tool may have reshaped them",
+        )
     # Parameters that are views into a larger tensor (a flat buffer) belong to whoever made that.
     own = {id(parameter) for parameter in parameters}
     for storage in {_storage_of(parameter) for parameter in parameters} - {None}:

@@ -26,16 +26,16 @@ class MergedLinear:
     Compiled code checks modules, parameters and hooks; where the parameters lie is checked when
     it is compiled, so after that `parameter.data = tensor` needs a new apply.
 
-    `contiguous` says that the outputs are copied out of the product: a forward that hands them
+    `copied` says that the outputs are copied out of the product: a forward that hands them
     out as they are, or views them as a slice cannot be viewed, needs that.
     """
 
     is_merged_storage = True
 
     def __init__(
-        self, owner: nn.Module, paths: tuple[str, ...], order: tuple[str, ...] = (), contiguous: bool = False
+        self, owner: nn.Module, paths: tuple[str, ...], order: tuple[str, ...] = (), copied: bool = False
     ):
-        self.paths, self.order, self.contiguous = paths, order or paths, contiguous
+        self.paths, self.order, self.copied = paths, order or paths, copied
         self._blank()
         self.adopt(owner)
 
@@ -87,7 +87,7 @@ class MergedLinear:
         pieces, start = [], 0
         for size in self.sizes:
             piece = out.narrow(-1, start, size)
-            pieces.append(piece.contiguous() if self.contiguous else piece)
+            pieces.append(piece.clone(memory_format=torch.contiguous_format) if self.copied else piece)
             start += size
         return pieces
 
@@ -235,7 +235,7 @@ class MergedLinear:
     def __deepcopy__(self, memo: dict[int, Any]) -> "MergedLinear":
         made = object.__new__(type(self))
         memo[id(self)] = made
-        made.paths, made.order, made.contiguous = self.paths, self.order, self.contiguous
+        made.paths, made.order, made.copied = self.paths, self.order, self.copied
         made._blank()
         return made
 

@@ -16,8 +16,11 @@ def reference_weight(module: nn.Module) -> torch.Tensor | None:
     That of the first linear in the tree, else the first parameter of one or two dimensions, else None.
     """
     for child in module.modules():
-        if isinstance(child, nn.Linear) and isinstance(child.weight, torch.Tensor):
-            return child.weight
+        weight = getattr(child, "weight", None) if isinstance(child, nn.Linear) else None
+        if type(child).__name__ == "Conv1D" and isinstance(child.__dict__.get("nx"), int):
+            weight = child.weight.T  # Transformers' linear with its weight laid out the other way
+        if isinstance(weight, torch.Tensor):
+            return weight
     for parameter in module.parameters():
         if parameter.dim() in (1, 2):
             return parameter
@@ -29,9 +32,9 @@ def made_up_inputs(
 ) -> tuple[dict[str, Any], list[str]]:
     """Values for the parameters of `function` that need one, and a sentence about each.
 
-    A required parameter (the first, if none is) gets a float tensor [batch, length, hidden], unless its name is one to
-    which Transformers always gives another meaning. With `conventional`, optional ones that
-    forwards need all the same are made up too.
+    A required parameter (the first, if none is) gets a float tensor [batch, length, hidden], unless
+    its name is one to which Transformers always gives another meaning. With `conventional`,
+    optional ones that forwards need all the same are made up too.
     """
     weight = reference_weight(module)
     hidden = weight.shape[-1] if weight is not None else 16
@@ -51,7 +54,7 @@ def made_up_inputs(
         if not required and not (conventional and parameter.name in OFTEN_NEEDED):
             said.append(f"{parameter.name} is left out: {parameter.default!r}")
             continue
-        make = CONVENTIONS.get(parameter.name, _states)
+        make = _ids if isinstance(module, nn.Embedding) else CONVENTIONS.get(parameter.name, _states)
         value = make(module, hidden, dtype)
         values[parameter.name] = value
         said.append(f"{parameter.name} is {_describe(value)}")

@@ -19,13 +19,13 @@ TEST, BIND, OPERAND = "__fusekit_test__", "__fusekit_bind__", "__fusekit_operand
 def instrumented(
     source: ForwardSource,
     test: Callable[[Span, Any], Any],
-    bind: Callable[[int, str, Any], None],
+    bind: Callable[[int, str, Any], Any],
     operand: Callable[[Span, Any], Any],
 ) -> FunctionType:
     """The forward of `source`, undecorated, reporting as it runs.
 
     `test(span, value)` is called with each value that decides a branch, `bind(line, name,
-    value)` after each statement that stores a name, `operand(span, value)` with the operands of
+    value)` when a name was stored (and returns the value), `operand(span, value)` with the operands of
     Python's operators and subscripts; `test` and `operand` return the value.
     """
     tree = copy.deepcopy(source.tree)
@@ -64,9 +64,11 @@ class _Probes(ast.NodeTransformer):
         return node
 
     def visit_With(self, node: ast.With) -> ast.With:
+        names: set[str] = set()
         for item in node.items:
             item.context_expr = self.visit(item.context_expr)
-        node.body = self.block(node.body)
+            names |= names_in(item.optional_vars) if item.optional_vars else set()
+        node.body = [*(_bind(node, name) for name in sorted(names)), *self.block(node.body)]
         return node
 
     def visit_Try(self, node: ast.Try) -> ast.Try:
@@ -77,9 +79,14 @@ class _Probes(ast.NodeTransformer):
         return node
 
     def visit_Match(self, node: ast.Match) -> ast.Match:
-        node.subject = _probe(TEST, node.subject, self.visit(node.subject))
+        node.subject = self.visit(node.subject)
         for case in node.cases:
-            case.body = self.block(case.body)
+            # The case that was taken is the test that was true.
+            taken = ast.Expr(_probe(TEST, case.pattern, ast.Constant(True)))
+            binds = [_bind(node, name) for name in sorted(captured_names(case.pattern))]
+            if case.guard is not None:
+                case.guard = _probe(TEST, case.guard, self.visit(case.guard))
+            case.body = [_located(taken, case.pattern), *binds, *self.block(case.body)]
         return node
 
     def visit_If(self, node: ast.If) -> ast.If:
@@ -104,6 +111,17 @@ class _Probes(ast.NodeTransformer):
         node.values = [_probe(TEST, value, self.visit(value)) for value in node.values[:-1]] + [
             self.visit(node.values[-1])
         ]
+        return node
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.NamedExpr:
+        value = self.visit(node.value)
+        arguments = [ast.Constant(node.lineno), ast.Constant(node.target.id), value]
+        node.value = _located(ast.Call(ast.Name(BIND, ast.Load()), arguments, []), node.value)
+        return node
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
+        node.iter = self.visit(node.iter)
+        node.ifs = [_probe(TEST, test, self.visit(test)) for test in node.ifs]
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.BinOp:
@@ -135,14 +153,9 @@ class _Probes(ast.NodeTransformer):
 
     visit_AsyncFunctionDef = visit_ClassDef = visit_FunctionDef  # type: ignore[assignment]
 
-    def visit_ListComp(self, node: ast.expr) -> ast.expr:
-        return node
-
-    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
-
 
 def stored_names(statement: ast.stmt) -> list[str]:
-    """The local names that a simple statement stores."""
+    """The names that a simple statement stores."""
     targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):
         targets = statement.targets
@@ -156,9 +169,18 @@ def names_in(target: ast.expr) -> set[str]:
     return {n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
-def _probe(name: str, place: ast.expr, value: ast.expr) -> ast.expr:
-    span = Span.of(place)
-    numbers = [span.line, span.column, span.end_line, span.end_column]
+def captured_names(pattern: ast.pattern) -> set[str]:
+    """The names stored by a pattern of a `match` statement."""
+    found: set[str] = set()
+    for node in ast.walk(pattern):
+        name = getattr(node, "rest" if isinstance(node, ast.MatchMapping) else "name", None)
+        if isinstance(node, ast.pattern) and isinstance(name, str):
+            found.add(name)
+    return found
+
+
+def _probe(name: str, place: ast.expr | ast.pattern, value: ast.expr) -> ast.expr:
+    numbers = [place.lineno, place.col_offset, place.end_lineno, place.end_col_offset]
     call = ast.Call(ast.Name(name, ast.Load()), [value, *(ast.Constant(n) for n in numbers)], [])
     return _located(call, place)
 

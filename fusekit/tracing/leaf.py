@@ -1,7 +1,7 @@
 """Calls that a trace keeps whole: one opaque node, whatever happens inside."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -65,17 +65,29 @@ class AttentionTable:
     def __contains__(self, name: object) -> bool:
         return name in self._table
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._leaf(self._table.get(name, default))
+        found = self._table.get(name, default)
+        return self._leaf(found) if callable(found) else found  # None is asked for by `is None`
 
     def get_interface(self, name: str, default: Any) -> Any:
         return self._leaf(self._table.get_interface(name, default))
 
 
-def attention_result(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """What an attention function that does not run on meta returns: [batch, length, heads, width], no weights."""
+def attention_result(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, None]:
+    """What an attention function that does not run on meta returns: its output and no weights.
+
+    The output is [batch, length, heads, width], from `query` and `value` in [batch, heads, length, width].
+    """
+    named = dict(zip(ATTENTION_PARAMETERS, args, strict=False)) | kwargs
+    query, value = named["query"], named["value"]
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, value.shape[-1]), None

@@ -5,11 +5,14 @@ makes, with real (meta) tensors as arguments: sizes are numbers, unpacking and `
 share storage and version counters count. Nothing is patched; other threads see nothing.
 """
 
+import ast
 import contextlib
+import dataclasses
+import dis
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import CodeType, FrameType
 from typing import Any
 
@@ -29,6 +32,19 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "__setitem__": operator.setitem,
     **{f"__{name}__": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
 }
+SIMPLE = (
+    int,
+    float,
+    complex,
+    str,
+    bool,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+)
 # Names that tensor methods share with Python's operators: an operator when the bytecode says so.
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -62,10 +78,13 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.graph = fx.Graph()
         self.code: CodeType | None = None  # of the forward being followed
-        self.parameters: dict[int, str] = {}  # id of a stand-in's tensor -> path
+        self.parameters: Mapping[int, str] = {}  # id of a stand-in's tensor -> path
+        self.trained: Set[int] = frozenset()  # ids of stand-ins of tensors that require grad
         self._nodes: dict[int, fx.Node | tuple[fx.Node, int]] = {}  # id of a tensor -> who made it
         self._kept: list[Any] = []
+        self._leaves: list[Callable[..., Any]] = []
         self._paused = 0
+        self._caller: CodeType | None = None
         self._spans: list[Span | None] = []
 
     # -- what made a tensor -------------------------------------------------------------------
@@ -75,9 +94,8 @@ class Recorder(TorchFunctionMode):
         found = self._nodes.get(id(tensor))
         if isinstance(found, tuple):
             parent, index = found
-            found = self.graph.call_function(operator.getitem, (parent, index))
-            found.meta.update(parent.meta, val=tensor)
-            found.meta.pop("written", None)
+            found = self._part(parent, index)
+            found.meta["val"] = tensor
         elif found is None:
             path = self.parameters.get(id(tensor), "<constant>")
             found = self.graph.get_attr(path)
@@ -98,21 +116,22 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             self._set(value, node)
         else:
-            items: Any = ()
-            if isinstance(value, (tuple, list)):
-                items = enumerate(value)
-            elif isinstance(value, dict):
-                items = value.items()
-            for index, item in items:
+            for index, item in parts_of(value):
                 if isinstance(item, torch.Tensor):
                     self._nodes[id(item)] = (node, index)
                     self._kept.append(item)
-                elif isinstance(item, (tuple, list, dict)) and tensors_in(item):
-                    self.made(item, self._item(node, index))
+                elif tensors_in(item):
+                    made = self._part(node, index)
+                    self.made(item, made)
 
-    def _item(self, node: fx.Node, index: Any) -> fx.Node:
-        made = self.graph.call_function(operator.getitem, (node, index))
+    def _part(self, node: fx.Node, index: Any) -> fx.Node:
+        """A node for what lies in the value of `node`."""
+        how = getattr if dataclasses.is_dataclass(node.meta.get("val")) and isinstance(index, str) else None
+        if isinstance(node.meta.get("val"), dict):
+            how = None  # Transformers' outputs are both
+        made = self.graph.call_function(how or operator.getitem, (node, index))
         made.meta.update(node.meta)
+        made.meta.pop("written", None)
         return made
 
     def _set(self, tensor: torch.Tensor, node: fx.Node) -> None:
@@ -133,8 +152,9 @@ class Recorder(TorchFunctionMode):
             return {str(key): self.argument(item) for key, item in value.items()}
         if isinstance(value, slice):
             return slice(*(self.argument(part) for part in (value.start, value.stop, value.step)))
-        simple = (int, float, complex, str, bool, type(None), type(...), torch.dtype, torch.device)
-        return value if isinstance(value, simple) else None
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {name: self.argument(item) for name, item in parts_of(value)}
+        return value if isinstance(value, SIMPLE) else None
 
     # -- recording ----------------------------------------------------------------------------
 
@@ -150,33 +170,32 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:
-            kwargs["device"] = torch.device("meta")
+        args, kwargs = _to_meta(func, args, dict(kwargs or {}))
+        if func == REQUIRES_GRAD and id(args[0]) in self.trained:
+            return True  # the stand-in does not, its original does
         if self._paused:
-            return func(*args, **kwargs)
-        given = list(tensors_in((args, kwargs)))
-        versions = [(tensor, tensor._version) for tensor in given]
-        result = func(*args, **kwargs)
-        written = [tensor for tensor, version in versions if tensor._version != version]
+            return _evaluate(func, args, kwargs)
+        given = tensors_in((args, kwargs))
+        versions = [_version(tensor) for tensor in given]
+        result = _evaluate(func, args, kwargs)
+        written = _written(given, versions)
+        if not written and None in versions and _writes_by_name(func):
+            written = given[:1]
+        if func == SET_DATA:  # x.data = y counts no version
+            written = [args[0]]
         if not written and not tensors_in(result):
             return result  # metadata: a number, a size, a dtype
         span, direct, opcode = self._place()
         op, target, reflected = _target(func, opcode)
         arguments = args[::-1] if reflected else args
-        if op == "getattr":
-            op, target, arguments = "call_function", getattr, (*args[:1], func.__self__.__name__)  # type: ignore[attr-defined]
+        if target in (getattr, setattr):
+            arguments = (args[0], func.__self__.__name__, *args[1:])  # type: ignore[attr-defined]
         recorded = self.argument(arguments), self.argument(kwargs)
         names = [self.node_of(tensor).name for tensor in written]
         node = self.graph.create_node(op, target, *recorded)
-        self._describe(node, span, direct)
-        if names:
-            node.meta["written"] = names
-        if result is not None and not any(result is tensor for tensor in given if tensor not in written):
+        self._describe(node, span, direct, names)
+        if result is not None:  # perhaps the very object that went in: x.contiguous(), x.to(same)
             self.made(result, node)
-        elif result is not None:  # the very object that went in: x.contiguous(), x.to(same)
-            node.meta["val"] = result
-            self._set(result, node)
         for tensor in written:  # a later read of it sees what was written
             self._set(tensor, node)
             node.meta.setdefault("val", tensor)
@@ -186,71 +205,163 @@ class Recorder(TorchFunctionMode):
         """Record a call of a submodule as one node; its value comes from running it unrecorded."""
         if self._paused:
             return module.forward(*args, **kwargs)
-        span, direct, _ = self._place()
+        place = self._place()
         recorded = self.argument(args), self.argument(kwargs)
-        given = list(tensors_in((args, kwargs)))
-        versions = [(tensor, tensor._version) for tensor in given]
-        with self.paused():
-            result = module.forward(*args, **kwargs)
-        names = [self.node_of(tensor).name for tensor, version in versions if tensor._version != version]
+        result, written = self._run(module.forward, args, kwargs)
         node = self.graph.create_node("call_module", path, *recorded)
         node.meta["module_type"] = type(module)
-        self._describe(node, span, direct)
-        if names:
-            node.meta["written"] = names
-        self.made(result, node)
-        return result
+        return self._opaque(node, place, result, written)
 
     def leaf(self, function: Callable[..., Any], attention: bool) -> Callable[..., Any]:
         """`function` recorded as one opaque node that only tensors enter."""
+        if function in self._leaves:
+            return function  # the default of a table's lookup is one already
         target = LeafCall(function, attention)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                if not attention:
+                    raise
+                return attention_result(args, kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._paused:
                 return function(*args, **kwargs)
-            span, direct, _ = self._place()
+            place = self._place()
             tensors = tuple(self.argument(arg) for arg in args if tensors_in(arg))
             named = {name: self.argument(arg) for name, arg in kwargs.items() if tensors_in(arg)}
-            with self.paused():
-                try:
-                    result = function(*args, **kwargs)
-                except Exception:
-                    if not attention:
-                        raise
-                    result = attention_result(args[1], args[3])
+            result, written = self._run(run, args, kwargs)
             node = self.graph.create_node("call_function", target, tensors, named)
-            self._describe(node, span, direct)
-            self.made(result, node)
-            return result
+            return self._opaque(node, place, result, written)
 
+        self._leaves.append(call)
         return call
 
-    def _describe(self, node: fx.Node, span: Span | None, direct: bool) -> None:
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """What an unrecorded call gives, and the tensors among its arguments that it wrote."""
+        given = tensors_in((args, kwargs))
+        versions = [_version(tensor) for tensor in given]
+        with self.paused():
+            result = function(*args, **kwargs)
+        return result, _written(given, versions)
+
+    def _opaque(
+        self, node: fx.Node, place: tuple[Span | None, bool, str], result: Any, written: list[torch.Tensor]
+    ) -> Any:
+        self._describe(node, place[0], place[1], [self.node_of(tensor).name for tensor in written])
+        for tensor in written:
+            self._set(tensor, node)
+        self.made(result, node)
+        return result
+
+    def _describe(self, node: fx.Node, span: Span | None, direct: bool, written: list[str]) -> None:
         node.meta.update(span=span, direct=direct, context=context())
+        if written:
+            node.meta["written"] = list(dict.fromkeys(written))
 
     def _place(self) -> tuple[Span | None, bool, str]:
         """The forward's expression being evaluated, whether it is itself the call, and its opcode."""
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and _is_inside(frame.f_code.co_filename):
+        while frame is not None and frame.f_code is not self.code and _is_inside(frame.f_code.co_filename):
             frame = frame.f_back
-        direct, opcode = True, ""
-        if frame is not None:
-            opcode = _opcode(frame)
-        while frame is not None and frame.f_code is not self.code:
+        opcode = _opcode(frame) if frame is not None else ""
+        direct = True
+        while frame is not None and not self._is_forward(frame):
             frame, direct = frame.f_back, False
         if frame is None:
             return None, False, opcode
         return self._spans[frame.f_lasti // 2], direct, opcode
 
-    def follow(self, code: CodeType) -> None:
-        """Take `code` for the forward whose expressions are recorded as spans."""
-        self.code = code
-        self._spans = [
-            Span(line, column, end_line, end_column)
-            if line is not None and end_line is not None and column is not None and end_column is not None
-            else None
-            for line, end_line, column, end_column in code.co_positions()
-        ]
+    def _is_forward(self, frame: FrameType) -> bool:
+        """Whether this is the frame of the forward being followed, not one of a call of itself."""
+        above = frame.f_back
+        return frame.f_code is self.code and above is not None and above.f_code is self._caller
+
+    def follow(self, code: CodeType, caller: CodeType, tree: ast.AST | None = None) -> None:
+        """Take `code`, as called by `caller`, for the forward whose expressions are recorded as spans.
+
+        `tree` is its source, if there is one.
+        """
+        self.code, self._caller = code, caller
+        whole = spans_of_chains(tree) if tree is not None else {}
+        self._spans = []
+        for line, end_line, column, end_column in code.co_positions():
+            if line is None or end_line is None or column is None or end_column is None:
+                self._spans.append(None)
+            else:
+                span = Span(line, column, end_line, end_column)
+                self._spans.append(whole.get(span, span))
+
+
+def spans_of_chains(tree: ast.AST) -> dict[Span, Span]:
+    """Where the bytecode says that an attribute or a method call stands -> where it does.
+
+    Python lets the code of `x.name` and `x.name(...)` start at `name` when that is on another
+    line than the start of `x`.
+    """
+    found: dict[Span, Span] = {}
+    for node in ast.walk(tree):
+        attribute = node.func if isinstance(node, ast.Call) else node
+        if not isinstance(attribute, ast.Attribute):
+            continue
+        assert isinstance(node, ast.expr)
+        line, end = attribute.end_lineno, attribute.end_col_offset
+        assert line is not None and end is not None
+        span = Span.of(node)
+        if line != span.line:
+            start = end - len(attribute.attr.encode())
+            found[Span(line, start, span.end_line, span.end_column)] = span
+    return found
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """The count of writes into the tensor's storage, None under inference mode, which keeps none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _written(tensors: list[torch.Tensor], versions: list[int | None]) -> list[torch.Tensor]:
+    pairs = zip(tensors, versions, strict=True)
+    found = [tensor for tensor, version in pairs if _version(tensor) != version]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _to_meta(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with every device among them replaced: all of a trace is on meta."""
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    if getattr(func, "__name__", "") == "to":
+        args = tuple(torch.device("meta") if _is_device(value) else value for value in args)
+    return args, kwargs
+
+
+def _evaluate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Nothing leaves the meta device; elsewhere these return what is there already, too.
+    return args[0] if func in (torch.Tensor.cpu, torch.Tensor.cuda) else func(*args, **kwargs)
+
+
+def _writes_by_name(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_device(value: Any) -> bool:
+    if isinstance(value, str):
+        try:
+            torch.device(value)
+        except RuntimeError:
+            return False
+        return True
+    return isinstance(value, torch.device)
 
 
 def _is_inside(filename: str) -> bool:
@@ -258,8 +369,6 @@ def _is_inside(filename: str) -> bool:
 
 
 def _opcode(frame: FrameType) -> str:
-    import dis
-
     return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
@@ -267,7 +376,7 @@ def _target(func: Any, opcode: str) -> tuple[str, Any, bool]:
     """(op, target, operands reversed) of a torch function as an fx node spells it."""
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__") and hasattr(func, "__self__"):
-        return "getattr", None, False
+        return "call_function", getattr if name == "__get__" else setattr, False
     if name in OPERATORS:
         return "call_function", OPERATORS[name], False
     method = getattr(torch.Tensor, name, None) is func
@@ -280,17 +389,25 @@ def _target(func: Any, opcode: str) -> tuple[str, Any, bool]:
     return "call_function", func, False
 
 
+def parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """(index, key or field name, item) of a tuple, list, dict or dataclass, nothing of anything else."""
+    if isinstance(value, (tuple, list)):
+        return list(enumerate(value))
+    if isinstance(value, dict):
+        return list(dict.items(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return []
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and slices."""
+    """The tensors in nested tuples, lists, dicts, dataclasses and slices."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
     if isinstance(value, slice):
         return tensors_in((value.start, value.stop, value.step))
-    return []
+    return [tensor for _, item in parts_of(value) for tensor in tensors_in(item)]
 
 
 def context() -> tuple[Any, ...]:

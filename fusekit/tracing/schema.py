@@ -43,6 +43,25 @@ SPELLINGS = {
     "isub": "sub_",
     "imul": "mul_",
     "itruediv": "div_",
+    "ifloordiv": "floor_divide_",
+    "imod": "remainder_",
+    "ipow": "pow_",
+    "iand": "__iand__",
+    "ior": "__ior__",
+    "ixor": "__ixor__",
+    "ilshift": "__ilshift__",
+    "irshift": "__irshift__",
+    "__iadd__": "add_",
+    "__isub__": "sub_",
+    "__imul__": "mul_",
+    "__idiv__": "div_",
+    "__itruediv__": "div_",
+    "__ifloordiv__": "floor_divide_",
+    "__imod__": "remainder_",
+    "__ipow__": "pow_",
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "__rdiv__": "div",
     "float": "to",
     "half": "to",
     "double": "to",
@@ -108,7 +127,9 @@ def node_effect(node: fx.Node) -> Effect | None:
     out = "out" in node.kwargs
     effect = operator_effect(name, out)
     if effect is None:
-        return None
+        # No schema to ask: a method that is named like one that writes does (`map_`, `apply_`).
+        by_name = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+        return Effect(True, "may be a view") if by_name else None
     if node.meta.get("written") or _asks_for_inplace(node):
         return Effect(True, effect.returns)
     return effect
@@ -122,6 +143,8 @@ def operator_name(node: fx.Node) -> str | None:
         target: Any = node.target
         if target is getattr:
             name = str(node.args[1])
+        elif target is setattr:
+            name = f"set_{node.args[1]}"
         elif getattr(target, "__module__", None) in TORCH_MODULES:
             name = target.__name__
         else:

@@ -68,6 +68,9 @@ class Skeleton:
         for name, value in state.items():
             if name not in TORCH_STATE:
                 made.__dict__[name] = self.value(value)
+        for name, value in shared_by_instances(cls):
+            # `self.seen.append(x)` may mean a list of the class.
+            made.__dict__.setdefault(name, self.value(value))
         own = state.get("forward")
         if own is not None and not _is_bound_to(made.__dict__["forward"], made):
             # Not bound to a module of this tree: calling it could reach the real one.
@@ -84,7 +87,7 @@ class Skeleton:
         What has no state of its own (sentinels, classes, functions without closures) stays itself,
         so that `is` still holds.
         """
-        if isinstance(value, PLAIN) or isinstance(value, (type, types.ModuleType)):
+        if isinstance(value, (*PLAIN, type, types.ModuleType)):
             return value
         if id(value) in self._made:
             return self._made[id(value)]
@@ -185,13 +188,13 @@ class Skeleton:
         if isinstance(value, dict):
             # Past methods of a subclass, which may make things of what is put in or taken out.
             for key, item in dict.items(value):
-                (OrderedDict if isinstance(value, OrderedDict) else dict).__setitem__(
-                    made, key, self.value(item)
-                )
+                base = OrderedDict if isinstance(value, OrderedDict) else dict
+                base.__setitem__(made, key, self.value(item))
         elif isinstance(value, set):
             set.update(made, value)
         else:
-            made.extend(self.value(item) for item in list(value))
+            sequence: Any = list if isinstance(value, list) else deque
+            sequence.extend(made, [self.value(item) for item in sequence.__iter__(value)])
         self._attributes(value, made)
         return made
 
@@ -246,6 +249,18 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def shared_by_instances(cls: type) -> list[tuple[str, Any]]:
+    """The lists, dicts, sets and tensors that lie on a class itself, not on its instances."""
+    found: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base.__module__ == nn.Module.__module__:
+            break
+        for name, value in base.__dict__.items():
+            if isinstance(value, (list, dict, set, torch.Tensor)) and not name.startswith("__"):
+                found.setdefault(name, value)
+    return list(found.items())
+
+
 def _is_bound_to(value: Any, owner: Any) -> bool:
     return isinstance(value, types.MethodType) and value.__self__ is owner
 
@@ -274,9 +289,8 @@ def _empty_like(value: Any) -> Any:
         return deque(maxlen=value.maxlen)
     if hasattr(value, "default_factory"):
         return type(value)(value.default_factory)
-    cls = type(value)
-    made = cls.__new__(cls)
-    return made
+    cls: Any = type(value)
+    return cls.__new__(cls)
 
 
 class _Children(dict[str, Any]):

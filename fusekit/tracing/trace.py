@@ -2,9 +2,12 @@
 
 import contextlib
 import inspect
+import random
+import sys
 import traceback
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -12,13 +15,14 @@ import torch.nn as nn
 
 from fusekit.forward import ForwardSource, NoSource, Span, forward_chain, source_of
 from fusekit.forward.edits import text_at
+from fusekit.forward.reads import global_names
 from fusekit.forward.source import short_path
 from fusekit.tracing.inputs import made_up_inputs
-from fusekit.tracing.instrument import instrumented
+from fusekit.tracing.instrument import BIND, OPERAND, TEST, instrumented
 from fusekit.tracing.leaf import AttentionTable, is_attention_function, is_attention_table
-from fusekit.tracing.recorder import Recorder, tensors_in
+from fusekit.tracing.recorder import Recorder, parts_of, tensors_in
 from fusekit.tracing.result import Assumption, Binding, Stopped, Trace
-from fusekit.tracing.skeleton import Skeleton, on_meta
+from fusekit.tracing.skeleton import Skeleton
 
 
 def trace(module: nn.Module, *args: Any, **kwargs: Any) -> Trace:
@@ -42,27 +46,38 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> Trace:
 def run_trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Trace:
     """`trace` of the forward that `module`'s original class has, inside of its fused one too."""
     kwargs = kwargs or {}
-    name = type(module).__name__
     try:
-        chain = forward_chain(module, original=True)
-    except NoSource as error:
-        return _stopped_at_once(name, error)
+        return _run_trace(module, args, kwargs)
+    except Exception as error:  # what cannot even be set up: an object that forbids being looked at
+        return _stopped_at_once(type(module).__name__, error)
+
+
+def _run_trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    chain = forward_chain(module, original=True)
     try:
         source: ForwardSource | None = source_of(chain)
     except NoSource:
         source = None
     if args or kwargs:
         return _Run(module, chain[-1], source, args, kwargs, []).trace()
-    try:
-        values, said = made_up_inputs(module, chain[-1], conventional=False)
-    except (TypeError, ValueError) as error:
-        return _stopped_at_once(name, NoSource("no-source", f"its signature cannot be read: {error}"))
-    found = _Run(module, chain[-1], source, (), values, said).trace()
+    found = _Run(module, chain[-1], source, *_made_up(module, chain[-1], False)).trace()
     if found.complete:
         return found
-    values, said = made_up_inputs(module, chain[-1], conventional=True)
-    again = _Run(module, chain[-1], source, (), values, said).trace()
+    again = _Run(module, chain[-1], source, *_made_up(module, chain[-1], True)).trace()
     return again if again.complete or len(again.graph.nodes) > len(found.graph.nodes) else found
+
+
+def _made_up(
+    module: nn.Module, function: FunctionType, conventional: bool
+) -> tuple[tuple[Any, ...], dict[str, Any], list[str]]:
+    """Positional-only and other arguments, and a sentence about each."""
+    values, said = made_up_inputs(module, function, conventional)
+    positional = []
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        if parameter.kind is not parameter.POSITIONAL_ONLY or parameter.name not in values:
+            break
+        positional.append(values.pop(parameter.name))
+    return tuple(positional), values, said
 
 
 def run_again(module: nn.Module, function: FunctionType, before: Trace, attributes: dict[str, Any]) -> Trace:
@@ -74,8 +89,11 @@ def run_again(module: nn.Module, function: FunctionType, before: Trace, attribut
     return _Run(module, function, None, args, kwargs, [], attributes).trace()
 
 
-def _stopped_at_once(name: str, error: NoSource) -> Trace:
-    stopped = Stopped(error.path or "", error.line or 0, str(error))
+def _stopped_at_once(name: str, error: Exception) -> Trace:
+    if isinstance(error, NoSource):
+        stopped = Stopped(error.path or "", error.line or 0, str(error))
+    else:
+        stopped = Stopped("", 0, f"{name} cannot be traced: {type(error).__name__}: {_one_line(error)}")
     return Trace(torch.fx.Graph(), name, None, stopped, ())
 
 
@@ -90,34 +108,42 @@ class _Run:
     kwargs: dict[str, Any]
     said: list[str]
     attributes: dict[str, Any] = field(default_factory=dict)
+    probed: bool = False
     branches: dict[Span, Any] = field(default_factory=dict)
     operands: dict[Span, set[type]] = field(default_factory=dict)
     bindings: list[Binding] = field(default_factory=list)
 
     def trace(self) -> Trace:
         recorder = self.recorder = Recorder()
-        skeleton = Skeleton(self.module, recorder.call_module)
-        recorder.parameters = skeleton.paths
+        skeleton = self.skeleton = Skeleton(self.module, recorder.call_module)
+        recorder.parameters, recorder.trained = skeleton.paths, skeleton.trained
         skeleton.module.__dict__.update(self.attributes)
-        if self.source is not None:
+        function, tree = self.function, None
+        if self.source is not None and not _asks_for_its_names(self.source):
             function = instrumented(self.source, self._test, self._bind, self._operand)
-        else:
-            function = self.function
-        recorder.follow(function.__code__)
-        function = self._over_copied_globals(function)
+            tree = self.source.tree
+            self.probed = True
+        recorder.follow(function.__code__, _Run._call.__code__, tree)
+        function = self._cut_loose(function)
         stopped = None
         result: Any = None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(_random_state_kept(function))
+            stack.enter_context(torch.inference_mode(False))
+            # Stand-ins require no grad, so no graph is built; with grad mode on, a forward's own
+            # `no_grad` shows in what runs under it.
+            stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.device("meta"))
-            args, kwargs = self._placeholders(skeleton)
+            args, kwargs = self._placeholders()
             stack.enter_context(recorder)
             try:
-                result = function(skeleton.module, *args, **kwargs)
+                result = self._call(function, args, kwargs)
+                if _runs_later(result):
+                    raise TypeError(f"it returns a {type(result).__name__}, whose code runs later")
             except Exception as error:
                 stopped = self._stopped(error)
         if stopped is None:
-            recorder.graph.output(recorder.argument(_outputs(result)))
+            recorder.graph.output(recorder.argument(result))
         graph = recorder.graph
         for node in graph.nodes:
             node.meta.setdefault("span", None)
@@ -133,28 +159,51 @@ class _Run:
             (self.args, self.kwargs),
         )
 
-    def _over_copied_globals(self, function: FunctionType) -> FunctionType:
-        """The same code and cells over globals of its own, attention functions as leaves."""
+    def _call(self, function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(self.skeleton.module, *args, **kwargs)  # the recorder knows this frame
+
+    def _cut_loose(self, function: FunctionType) -> FunctionType:
+        """The same code over globals, cells and defaults of its own, attention functions as leaves.
+
+        Lists, modules and tensors among them are stand-ins: what the forward writes there stays here.
+        """
+        value = self.skeleton.value
         names = dict(function.__globals__)
-        for name in function.__code__.co_names:
-            value = names.get(name)
-            if value is None:
-                continue
-            if is_attention_table(value):
-                names[name] = AttentionTable(value, lambda found: self.recorder.leaf(found, True))
-            elif is_attention_function(value):
-                names[name] = self.recorder.leaf(value, True)
+        for name in global_names(function.__code__):
+            if name in function.__globals__:
+                names[name] = self._global(function.__globals__[name])
         copied = FunctionType(
-            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+            function.__code__,
+            names,
+            function.__name__,
+            value(function.__defaults__),
+            self._cells(function),
         )
-        copied.__kwdefaults__ = function.__kwdefaults__
+        copied.__kwdefaults__ = value(function.__kwdefaults__)
         return copied
 
-    def _placeholders(self, skeleton: Skeleton) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args = tuple(_meta(value) for value in self.args)
-        kwargs = {name: _meta(value) for name, value in self.kwargs.items()}
+    def _global(self, value: Any) -> Any:
+        if is_attention_table(value):
+            return AttentionTable(value, lambda found: self.recorder.leaf(found, True))
+        if is_attention_function(value):
+            return self.recorder.leaf(value, True)
+        # Other objects stay themselves: code elsewhere may ask whether they are.
+        if isinstance(value, (list, dict, set, torch.Tensor, nn.Module)):
+            return self.skeleton.value(value)
+        return value
+
+    def _cells(self, function: FunctionType) -> tuple[CellType, ...]:
+        """Cells that a forward writes to (`nonlocal`) are its own; those of probes hold no stand-ins."""
+        pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        return tuple(
+            cell if name in (TEST, BIND, OPERAND) else self.skeleton.cells((cell,))[0] for name, cell in pairs
+        )
+
+    def _placeholders(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args = tuple(self.skeleton.value(value) for value in self.args)
+        kwargs = {name: self.skeleton.value(value) for name, value in self.kwargs.items()}
         try:
-            bound = inspect.signature(self.function).bind(skeleton.module, *args, **kwargs)
+            bound = inspect.signature(self.function).bind(self.skeleton.module, *args, **kwargs)
             named = list(bound.arguments.items())[1:]
         except TypeError:  # the call itself will fail, and say so
             named = [(f"arg{i}", value) for i, value in enumerate(args)] + list(kwargs.items())
@@ -175,10 +224,11 @@ class _Run:
         self.branches[span] = truth if self.branches.get(span, truth) is truth else None
         return value
 
-    def _bind(self, line: int, name: str, value: Any) -> None:
+    def _bind(self, line: int, name: str, value: Any) -> Any:
         node = self.recorder.name_of(value)
         if node is not None:
             self.bindings.append(Binding(name, line, node))
+        return value
 
     def _operand(self, span: Span, value: Any) -> Any:
         self.operands.setdefault(span, set()).add(type(value))
@@ -188,8 +238,15 @@ class _Run:
 
     def _assumptions(self) -> list[Assumption]:
         found = [Assumption("default" if " left out" in text else "input", text) for text in self.said]
-        if self.source is None:
-            found.append(Assumption("branch", "tests in the forward are not listed: it has no source text"))
+        for node in self.recorder.graph.nodes:
+            if any(enabled for enabled, _ in node.meta.get("context", ())[2:]):
+                text = "autocast is not applied on meta: dtypes under it are those without"
+                span = node.meta["span"]
+                found.append(Assumption("input", text, span.line if span else None))
+                break
+        if self.source is None or not self.probed:
+            why = "it asks for its own names" if self.source else "it has no source text"
+            found.append(Assumption("branch", f"tests in the forward are not listed: {why}"))
             return found
         for span, truth in self.branches.items():
             if truth is not None:
@@ -206,30 +263,51 @@ class _Run:
 
 
 def _sentence(error: Exception, function: FunctionType, line: int) -> str:
-    text = " ".join(str(error).split())
-    if "meta tensor" in text or "on meta" in text or isinstance(error, NotImplementedError):
+    text = _one_line(error)
+    no_values = "meta" in text.lower() and "tensor" in text.lower()
+    if no_values or (isinstance(error, NotImplementedError) and "forward" not in text):
         why = "it needs the values of a tensor, and a trace has none"
-    elif "has no attribute" in text and "NoneType" in text or "NoneType object" in text:
+    elif "NoneType" in text:
         why = "an argument that was left out is needed here: pass inputs to trace()"
     else:
         why = "it failed there"
     where = f"{short_path(function.__code__.co_filename)}:{line}"
-    return f"the forward cannot be followed past {where}: {why} ({type(error).__name__}: {text[:200]})"
+    return f"the forward cannot be followed past {where}: {why} ({type(error).__name__}: {text})"
 
 
-def _meta(value: Any) -> Any:
-    """An input as a meta value: a tensor of the same shape, other values as they are."""
-    if isinstance(value, torch.Tensor):
-        return on_meta(value).requires_grad_(False)
-    if type(value) in (tuple, list):
-        return type(value)(_meta(item) for item in value)
-    if type(value) is dict:
-        return {key: _meta(item) for key, item in value.items()}
-    return value
+def _one_line(error: Exception) -> str:
+    try:
+        return " ".join(str(error).split())[:200]
+    except Exception:
+        return "(its message cannot be shown)"
 
 
-def _outputs(value: Any) -> Any:
-    """What a forward returned, dataclass-like outputs as plain dicts."""
-    if isinstance(value, dict) and type(value) is not dict:
-        return dict(value.items())
-    return value
+def _asks_for_its_names(source: ForwardSource) -> bool:
+    """Whether the forward would see the probes: `locals()` holds them too."""
+    return not {"locals", "vars", "dir", "eval", "exec"}.isdisjoint(global_names(source.chain[-1].__code__))
+
+
+def _runs_later(value: Any) -> bool:
+    """Whether a forward returned, alone or among others, code that has not run yet."""
+    if isinstance(value, (Iterator, Awaitable, AsyncIterator)) and not isinstance(value, torch.Tensor):
+        return True
+    return any(_runs_later(item) for _, item in parts_of(value))
+
+
+@contextlib.contextmanager
+def _random_state_kept(function: FunctionType) -> Iterator[None]:
+    """Give Python's and NumPy's generators back as they were, where the forward itself may draw from them.
+
+    PyTorch's draw nothing on meta.
+    """
+    names = {id(function.__globals__.get(name)) for name in global_names(function.__code__)}
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate() if id(random) in names else None
+    numpy_state = numpy.random.get_state() if numpy is not None and id(numpy) in names else None
+    try:
+        yield
+    finally:
+        if python_state is not None:
+            random.setstate(python_state)
+        if numpy is not None and numpy_state is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,509 @@
+"""What the prover lets move, and what it refuses: the code, and the line that decided."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn as nn
+
+import fusekit as fk
+
+
+class Pair(nn.Module):
+    """Two linears of one input, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+        self.k = nn.Linear(8, 6)
+        self.norm = nn.RMSNorm(8)
+        self.scale = 2
+        with torch.no_grad():
+            self.norm.weight.normal_()
+
+
+def refusal(module):
+    """The one refusal of a module that has no site."""
+    plan = fk.plan(module)
+    assert not [site for site in plan.sites if not site.name]
+    (found,) = plan.refusals
+    return found
+
+
+def line_of(module, text):
+    """The number of the line of the forward that holds `text`."""
+    lines, first = inspect.getsourcelines(type(module).forward)
+    return next(first + index for index, line in enumerate(lines) if text in line)
+
+
+def assert_fused_equals_unfused(module, fusion="columns"):
+    x = torch.randn(2, 3, 8)
+    want = module(x)
+    plan = fk.plan(module)
+    assert [site.fusion for site in plan.sites] == [fusion], [r.message for r in plan.refusals]
+    with plan.apply():
+        assert "merged" in fk.source(module).text
+        torch.testing.assert_close(module(x), want)
+    assert torch.equal(torch.cat(module(x), -1), torch.cat(want, -1))
+
+
+# -- refused -----------------------------------------------------------------------------------
+
+
+class WritesBetween(Pair):
+    def forward(self, x):
+        q = self.q(x)
+        x.mul_(2)
+        return q, self.k(x)
+
+
+class WritesThroughView(Pair):
+    def forward(self, x):
+        half = x[..., :4]
+        q = self.q(x)
+        half.add_(1)
+        return q, self.k(x)
+
+
+class SetsItem(Pair):
+    def forward(self, x):
+        q = self.q(x)
+        x[..., 0] = 1
+        return q, self.k(x)
+
+
+class AddsInPlace(Pair):
+    def forward(self, x):
+        q = self.q(x)
+        x += 1
+        return q, self.k(x)
+
+
+class WritesWithOut(Pair):
+    def forward(self, x):
+        q = self.q(x)
+        torch.add(x, 1, out=x)
+        return q, self.k(x)
+
+
+class WritesWithFlag(Pair):
+    def forward(self, x):
+        q = self.q(x)
+        nn.functional.relu(x, inplace=True)
+        return q, self.k(x)
+
+
+class WritesByModule(Pair):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        q = self.q(x)
+        self.act(x)
+        return q, self.k(x)
+
+
+class Rebinds(Pair):
+    def forward(self, x):
+        y = x
+        q = self.q(x)
+        x = y
+        return q, self.k(x)
+
+
+class CallsHelper(Pair):
+    def helper(self, q):
+        return q
+
+    def forward(self, x):
+        q = self.q(x)
+        q = self.helper(q)
+        return q, self.k(x)
+
+
+class Prints(Pair):
+    def forward(self, x):
+        q = self.q(x)
+        print("between")
+        return q, self.k(x)
+
+
+class InComprehension(Pair):
+    def forward(self, x):
+        q = [self.q(x) for _ in range(1)][0]
+        return q, self.k(x)
+
+
+class InLambda(Pair):
+    def forward(self, x):
+        make = lambda: self.q(x)
+        return make(), self.k(x)
+
+
+class InBranch(Pair):
+    def forward(self, x):
+        if self.scale == 2:
+            q = self.q(x)
+        return q, self.k(x)
+
+
+class UnderNoGrad(Pair):
+    def forward(self, x):
+        with torch.no_grad():
+            q = self.q(x)
+        return q, self.k(x)
+
+
+class UnderAutocast(Pair):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            q = self.q(x)
+        return q, self.k(x)
+
+
+class TurnsGradOff(Pair):
+    def forward(self, x):
+        q = self.q(x)
+        torch.set_grad_enabled(False)
+        k = self.k(x)
+        torch.set_grad_enabled(True)
+        return q, k
+
+
+class TwoNames(Pair):
+    def forward(self, x):
+        y = x
+        return self.q(x), self.k(y)
+
+
+class CalledTwice(Pair):
+    def forward(self, x):
+        return self.q(x) + self.q(x), self.k(x)
+
+
+class ByAnotherName(Pair):
+    def forward(self, x):
+        project = self.q
+        return project(x), self.k(x)
+
+
+@pytest.mark.parametrize(
+    "cls, reason, text",
+    [
+        (WritesBetween, "input-written", "x.mul_(2)"),
+        (WritesThroughView, "input-written", "half.add_(1)"),
+        (SetsItem, "input-may-be-written", "x[..., 0] = 1"),
+        (AddsInPlace, "input-may-be-written", "x += 1"),
+        (WritesWithOut, "input-written", "out=x"),
+        (WritesWithFlag, "input-written", "inplace=True"),
+        (WritesByModule, "input-written", "self.act(x)"),
+        (Rebinds, "input-rebound", "x = y"),
+        (CallsHelper, "input-may-be-written", "self.helper(q)"),
+        (Prints, "input-may-be-written", "print("),
+        (InComprehension, ("module-escapes", "different-branches"), "for _ in"),
+        (InLambda, "module-escapes", "make()"),
+        (InBranch, "different-branches", "return q"),
+        (UnderNoGrad, "different-context", "return q"),
+        (UnderAutocast, "different-context", "return q"),
+        (TurnsGradOff, "different-context", "k = self.k(x)"),
+        (TwoNames, "different-inputs", "self.k(y)"),
+        (CalledTwice, "called-twice", "self.q(x) + self.q(x)"),
+        (ByAnotherName, "module-escapes", "project(x)"),
+    ],
+)
+def test_refused_with_the_reason_and_the_line(cls, reason, text):
+    module = cls()
+    found = refusal(module)
+    assert found.reason in reason, found.message
+    assert found.line == line_of(module, text), found.message
+
+
+def test_different_values_are_no_site_and_no_refusal():
+    class Shifted(Pair):
+        def forward(self, x, pos):
+            return self.q(x), self.k(x + pos)
+
+    plan = fk.plan(Shifted())
+    assert plan.sites == plan.refusals == ()
+
+
+def test_both_arms_of_an_if_are_told_apart():
+    class Arms(Pair):
+        def forward(self, x, flag=True):
+            if flag:
+                q = self.q(x)
+                k = self.k(x)
+            else:
+                k = self.k(x)
+                x.mul_(2)
+                q = self.q(x)
+            return q, k
+
+    module, x = Arms(), torch.randn(2, 8)
+    want = module(x.clone()), module(x.clone(), False)
+    with fk.fuse(module, only="columns"):
+        torch.testing.assert_close((module(x.clone()), module(x.clone(), False)), want)
+
+
+# -- spellings that fuse -------------------------------------------------------------------------
+
+
+class OneLine(Pair):
+    def forward(self, x): return self.q(x), self.k(x)  # fmt: skip
+
+
+class Semicolons(Pair):
+    def forward(self, x):
+        s = self.scale; q = self.q(x) * s; k = self.k(x)  # fmt: skip
+        return q, k
+
+
+class OneLineIf(Pair):
+    def forward(self, x):
+        if self.scale: q = self.q(x); k = self.k(x)  # fmt: skip
+        return q, k
+
+
+class Nested(Pair):
+    def forward(self, x):
+        if self.scale == 1:
+            pass
+        elif self.scale == 2:
+            for _ in range(1):
+                try:
+                    q = self.q(x)
+                    k = self.k(x)
+                finally:
+                    pass
+        return q, k
+
+
+class SeveralRounds(Pair):
+    def __init__(self):
+        super().__init__()
+        self.k = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for _ in range(3):
+            q = self.q(x)
+            k = self.k(x)
+            x = q + k
+        return q, k
+
+
+class NormBetween(Pair):
+    def forward(self, x):
+        shape = x.shape[:-1]
+        q = self.norm(self.q(x)).view(*shape, 2, 4).transpose(1, 2)
+        width = self.scale * 3
+        k = self.k(x)[..., :width]
+        return q.flatten(-2).transpose(1, 2).reshape(*shape, 8), k
+
+
+class CommentsAndStrings(Pair):
+    def forward(self, x):
+        """Keeps é and its docstring."""
+        q = self.q(x)  # comment with ünicode
+        k = self.k(
+            x,
+        )
+        return (q, k)
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Pair()
+        self.inner_q = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.inner.q(x), self.inner_q(x)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        OneLine,
+        Semicolons,
+        OneLineIf,
+        Nested,
+        SeveralRounds,
+        NormBetween,
+        CommentsAndStrings,
+        Holder,
+    ],
+)
+def test_spelling_fuses_and_equals(cls):
+    assert_fused_equals_unfused(cls())
+
+
+def test_parts_in_a_container_whose_paths_spell_one_name_stay_apart():
+    # inner.q and inner_q would both make a local called inner_q.
+    module = Holder()
+    (site,) = fk.plan(module).sites
+    assert site.parts == ("inner.q", "inner_q")
+    assert len({name.strip() for name in str(site.diff).split("= self.merged")[0].split("+")[-1].split(",")}) == 2
+
+
+def test_decorators_keep_their_effect():
+    def doubled(function):
+        def wrapper(self, x):
+            return tuple(2 * y for y in function(self, x))
+
+        return wrapper
+
+    class Decorated(Pair):
+        @doubled
+        def forward(self, x):
+            return self.q(x), self.k(x)
+
+    assert_fused_equals_unfused(Decorated())
+
+
+# -- the state of the instance ---------------------------------------------------------------------
+
+
+class Plain(Pair):
+    def forward(self, x):
+        return self.q(x), self.k(x)
+
+
+class Adapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.delta = nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.delta(x)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hook(module):
+    module.q.register_forward_hook(lambda *_: None)
+
+
+def pre_hook(module):
+    module.q.register_forward_pre_hook(lambda *_: None)
+
+
+def backward_hook(module):
+    module.q.register_full_backward_hook(lambda *_: None)
+
+
+def tie_weight(module):
+    module.k = nn.Linear(8, 8)
+    module.k.weight = module.q.weight
+
+
+def tie_module(module):
+    module.again = module.q
+
+
+def subclass(module):
+    module.q = Scaled(8, 8)
+
+
+def adapter(module):
+    module.q = Adapter(module.q)
+
+
+def parametrize(module):
+    nn.utils.parametrizations.weight_norm(module.q)
+
+
+def prune(module):
+    import torch.nn.utils.prune as prune
+
+    prune.l1_unstructured(module.q, "weight", 2)
+
+
+def dtype(module):
+    module.q.double()
+
+
+def device(module):
+    module.q.to("meta")
+
+
+def own_forward(module):
+    module.q.forward = lambda x: x
+
+
+def forward_of_the_module(module):
+    module.forward = lambda x: (x, x)
+
+
+def integers(module):
+    module.q.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+
+
+def sparse(module):
+    module.q.weight = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+
+
+def flat_buffer(module):
+    flat = torch.randn(1000)
+    module.q.weight.data = flat[:64].view(8, 8)
+
+
+def offloaded(module):
+    module.q._hf_hook = object()
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (hook, "hooked"),
+        (pre_hook, "hooked"),
+        (backward_hook, "hooked"),
+        (tie_weight, "tied"),
+        (tie_module, "tied"),
+        (subclass, "subclass"),
+        (adapter, "adapter"),
+        (parametrize, "parametrized"),
+        (prune, "hooked"),
+        (dtype, "dtype-mismatch"),
+        (device, "device-mismatch"),
+        (own_forward, "instance-forward"),
+        (forward_of_the_module, "instance-forward"),
+        (integers, "quantized"),
+        (sparse, "quantized"),
+        (flat_buffer, "tied"),
+        (offloaded, "offloaded"),
+    ],
+)
+def test_instance_is_refused(change, reason):
+    module = Plain()
+    assert [site.fusion for site in fk.plan(module).sites] == ["columns"]
+    change(module)
+    assert refusal(module).reason == reason
+
+
+def test_quantised_class_is_refused_by_its_home():
+    Quantised = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    module = Plain()
+    module.q = Quantised(8, 8)
+    found = refusal(module)
+    assert found.reason == "quantized" and "Linear4bit" in found.message
+
+
+def test_hook_on_a_norm_between_the_parts_is_refused():
+    module = NormBetween()
+    module.norm.register_forward_hook(lambda *_: None)
+    assert refusal(module).reason == "input-may-be-written"
+
+
+def test_submodule_between_the_parts_that_overrides_call_is_no_norm():
+    class Counting(nn.RMSNorm):
+        def __call__(self, x):
+            return super().__call__(x) + 1
+
+    module = NormBetween()
+    module.norm = Counting(8)
+    assert refusal(module).reason == "input-may-be-written"
