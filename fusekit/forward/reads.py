@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from fusekit.forward.once import once
 from fusekit.forward.source import ForwardSource, NoSource, cell_contents, source_of
 
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 TORCH_STATE = frozenset(nn.Module().__dict__) - {"training"}
+SIMPLE_TYPES = frozenset(SIMPLE)  # told by a look-up, which is quicker than isinstance
 LONG = 1000  # a container with more than this is not looked through
 DEPTH = 4  # how far methods of the module that a forward calls are read themselves
 
@@ -166,7 +168,10 @@ def key(
 
 def _outside(source: ForwardSource, module: nn.Module, depth: int) -> Hashable:
     """The globals and closure cells of a forward: a flag or a patched function among them decides too."""
-    function = source.chain[-1]
+    return once(source.function, "outside", lambda: _outside_of(source.function, module, depth))
+
+
+def _outside_of(function: types.FunctionType, module: nn.Module, depth: int) -> Hashable:
     parts: list[Hashable] = []
     for name in global_names(function.__code__):
         if name in function.__globals__:
@@ -206,6 +211,8 @@ def _whole(module: nn.Module, by_type: frozenset[tuple[str, ...]], depth: int) -
 
 def describe(value: Any, owner: nn.Module, depth: int = 0) -> Hashable:
     """What of a value can change the course of a forward that reads it."""
+    if type(value) in SIMPLE_TYPES:
+        return type(value), value
     if isinstance(value, _Marker):
         if value is DYNAMIC:
             raise Uncachable
@@ -237,11 +244,33 @@ def _described_object(value: Any, owner: nn.Module, depth: int) -> Hashable:
     if isinstance(value, dict):
         items = ((describe(k, owner, deeper), describe(item, owner, deeper)) for k, item in value.items())
         return type(value), tuple(items)
+    return _settings(value, owner, deeper)
+
+
+def _settings(value: Any, owner: nn.Module, depth: int) -> Hashable:
+    """An object by its class and its attributes (configurations), or as itself where they cannot say all."""
     state = getattr(value, "__dict__", None)
-    if not isinstance(state, dict) or len(state) > LONG:
+    if not isinstance(state, dict) or len(state) > LONG or type(value).__module__ == "builtins":
         return _Same(value)
-    settings = tuple((name, item) for name, item in state.items() if isinstance(item, SIMPLE))
-    return _Same(value), settings
+    return once(value, "settings", lambda: _settings_of(value, state, owner, depth))
+
+
+def _settings_of(value: Any, state: dict[str, Any], owner: nn.Module, depth: int) -> Hashable:
+    items = tuple((name, describe(item, owner, depth)) for name, item in state.items())
+    return (type(value) if _is_plain_data(state) else _Same(value)), items
+
+
+def _is_plain_data(value: Any, depth: int = 0) -> bool:
+    """Whether numbers, names and containers of them are all there is: equal contents are then equal."""
+    if isinstance(value, SIMPLE):
+        return True
+    if depth > DEPTH:
+        return False
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(_is_plain_data(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return all(_is_plain_data(item, depth + 1) for pair in value.items() for item in pair)
+    return False
 
 
 def _method(value: types.MethodType, owner: nn.Module, depth: int) -> Hashable:
@@ -270,17 +299,26 @@ class _Same:
 
 def module_shape(module: nn.Module) -> Hashable:
     """A submodule as a forward that calls it sees it: classes, shapes, settings, down the tree."""
+    return once(module, "shape", lambda: _module_shape(module))
+
+
+def _module_shape(module: nn.Module) -> Hashable:
     state = module.__dict__
     settings = tuple(
-        (name, value)
-        for name, value in state.items()
-        if isinstance(value, SIMPLE) and not name.startswith("_")
+        [
+            (name, value)
+            for name, value in state.items()
+            if (type(value) in SIMPLE_TYPES or isinstance(value, SIMPLE)) and name[0] != "_"
+        ]
     )
     tensors = tuple(
-        (name, None if value is None else (tuple(value.shape), value.dtype))
-        for name, value in (*state["_parameters"].items(), *state["_buffers"].items())
+        [
+            (name, None if value is None else (tuple(value.shape), value.dtype))
+            for kind in (state["_parameters"], state["_buffers"])
+            for name, value in kind.items()
+        ]
     )
     children = tuple(
-        (name, None if child is None else module_shape(child)) for name, child in state["_modules"].items()
+        [(name, None if child is None else module_shape(child)) for name, child in state["_modules"].items()]
     )
     return type(module), settings, tensors, children

@@ -16,6 +16,7 @@ from typing import Any
 import torch.nn as nn
 
 from fusekit.errors import FusekitError
+from fusekit.forward.once import once
 from fusekit.forward.span import lines_of
 from fusekit.shown import Shown
 
@@ -108,6 +109,10 @@ def forward_chain(module: nn.Module, original: bool = False) -> tuple[FunctionTy
 
 def class_chain(cls: type) -> tuple[FunctionType, ...]:
     """`forward_chain` of the instances of `cls` that carry no forward of their own."""
+    return once(cls, "forward", lambda: _class_chain(cls))
+
+
+def _class_chain(cls: type) -> tuple[FunctionType, ...]:
     forward = inspect.getattr_static(cls, "forward", None)
     if not isinstance(forward, FunctionType):
         raise NoSource(

@@ -244,9 +244,10 @@ def _stand_in(view: ForwardView, match: Match) -> Callable[[torch.Tensor], tuple
     widths: list[int] = [output.shape[-1] for output in outputs]
 
     def merged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        whole = x.new_empty(*x.shape[:-1], sum(widths), dtype=outputs[0].dtype)
-        slices = whole.split(widths, -1)
-        return tuple(piece.clone(memory_format=torch.contiguous_format) for piece in slices) if match.copied else slices
+        shape = x.shape[:-1]
+        if match.copied or len({output.dtype for output in outputs}) > 1:  # the latter no instance passes
+            return tuple(x.new_empty(*shape, o.shape[-1], dtype=o.dtype) for o in outputs)
+        return x.new_empty(*shape, sum(widths), dtype=outputs[0].dtype).split(widths, -1)
 
     return merged
 

@@ -77,7 +77,8 @@ def _match(
     if not isinstance(whole, ast.BinOp) or {whole.left, whole.right} != {activation, calls[1]}:
         raise Refused(
             "different-branches",
-            f"the product does not take {act.target}({gate.target}(x)) and {up.target}(x) where they are made",
+            f"the product does not take {act.target}({gate.target}(x)) and {up.target}(x) "
+            "where they are made",
             whole.lineno,
         )
     if activation.args != [calls[0]]:

@@ -162,8 +162,8 @@ def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
         if name != names[0]:
             raise Refused(
                 "different-inputs",
-                f"{paths[0]} reads {names[0]}, {view.text(call.func)} reads {name}: one value here, but under "
-                "two names",
+                f"{paths[0]} reads {names[0]}, {view.text(call.func)} reads {name}: one value here, but "
+                "under two names",
                 call.lineno,
             )
     return calls
@@ -178,7 +178,8 @@ def merged_line(
     if not begins_line and not follows:
         raise Refused(
             "different-branches",
-            f"no line can be put before {view.text(proof.statement)}: it shares its line with another statement",
+            f"no line can be put before {view.text(proof.statement)}: it shares its line with another "
+            "statement",
             proof.statement.lineno,
         )
     paths = [str(node.target).replace(".", "_") for node in nodes]

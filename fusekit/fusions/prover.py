@@ -248,9 +248,7 @@ class Reading:
             for node in nodes:
                 path = str(node.target)
                 if node.meta.get("written"):
-                    raise Refused(
-                        "input-written", f"{path} writes its input between the parts", call.lineno
-                    )
+                    raise Refused("input-written", f"{path} writes its input between the parts", call.lineno)
                 if type(self.view.submodule(path)) is nn.Linear:
                     self.linears.add(path)
                 else:
@@ -318,7 +316,8 @@ class Reading:
             return reads_plainly(self.view.module, chain)
         base = expression.value
         if isinstance(base, ast.Name) and not self.view.stores(base.id):
-            found = self.view.source.function.__globals__.get(base.id)
+            names = self.view.source.function.__globals__  # type: ignore[attr-defined]
+            found = names.get(base.id)
             return isinstance(found, types.ModuleType) and expression.attr in vars(found)
         return False
 
@@ -406,7 +405,8 @@ def reads_plainly(module: nn.Module, chain: Iterable[str]) -> bool:
     for name in chain:
         if isinstance(value, nn.Module):
             cls = original_class(value)
-            if cls.__getattr__ is not nn.Module.__getattr__ or _computes(cls, name):
+            lookup = inspect.getattr_static(cls, "__getattr__")
+            if lookup is not nn.Module.__getattr__ or _computes(cls, name):
                 return False
             value = module_attribute(value, name)
             if value is MISSING or value is DYNAMIC:

@@ -104,7 +104,7 @@ def read_norm(view: ForwardView) -> Norm:
     normalised = _uncast(normalised, seen)
     x, eps_node, inverse = _inverse(normalised, seen)
     mean = next(argument for argument in eps_node.args if isinstance(argument, fx.Node))
-    eps = next(argument for argument in eps_node.args if not isinstance(argument, fx.Node))
+    eps = next(argument for argument in eps_node.args if isinstance(argument, float))
     square = _mean_of(mean, seen)
     squared = _square(square, seen)
     inputs = {_uncast(x, seen), _uncast(squared, seen)}
@@ -118,15 +118,7 @@ def read_norm(view: ForwardView) -> Norm:
     left = [node for node in left if node.users or node.meta.get("written")]
     if left:
         raise _other(f"{left[0].name} has no place in an RMSNorm", left[0])
-    return Norm(
-        source,
-        weight,
-        float(eps),
-        eps_node,  # type: ignore[arg-type]
-        inverse,
-        offset,
-        frozenset(seen),
-    )
+    return Norm(source, weight, eps, eps_node, inverse, offset, frozenset(seen))
 
 
 def _other(why: str, node: fx.Node | None) -> Refused:

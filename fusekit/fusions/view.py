@@ -101,7 +101,7 @@ class ForwardView:
         return wanted
 
     def new_storage(self, *wanted: str) -> str:
-        """The first of `wanted` that no attribute of the module has, or the last with underscores behind it."""
+        """The first of `wanted` that no attribute has for a name, or the last with underscores behind it."""
         attributes = {node.attr for node in ast.walk(self.source.tree) if isinstance(node, ast.Attribute)}
 
         def is_taken(name: str) -> bool:
@@ -117,7 +117,7 @@ class ForwardView:
 
     @cached_property
     def _stores(self) -> dict[str, list[tuple[int | None, ast.expr | None]]]:
-        """Of each name the places that store it: (line as a binding of the trace has it, value if it is one)."""
+        """Of each name the places that store it: (line as bindings of the trace have it, a single value)."""
         found: dict[str, list[tuple[int | None, ast.expr | None]]] = {}
         function = self.source.function.__code__
         known: set[ast.AST] = set()
@@ -130,11 +130,11 @@ class ForwardView:
                 targets = [node.target]
                 value = node.value if isinstance(node, ast.AnnAssign) else None
             for target in targets:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
-                        known.add(name)
-                        alone = value if name is target else None
-                        found.setdefault(name.id, []).append((node.lineno, alone))  # type: ignore[attr-defined]
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                        known.add(part)
+                        alone = value if part is target else None
+                        found.setdefault(part.id, []).append((node.lineno, alone))  # type: ignore[attr-defined]
         stored = {
             node.id
             for node in ast.walk(self.source.tree)

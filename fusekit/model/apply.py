@@ -65,8 +65,8 @@ def apply(plan: Plan, model: nn.Module | None = None) -> Fused:
     """Apply every site of `plan`; see `Plan.apply`."""
     if model is not None and model is not plan.model:
         raise FusekitError(
-            f"this plan belongs to another {plan.model_name}: a plan names the modules of the model it was made "
-            "from; make one with fk.plan(model)"
+            f"this plan belongs to another {plan.model_name}: a plan names the modules of the model it was "
+            "made from; make one with fk.plan(model)"
         )
     uses = Uses.of(plan.model)
     changes = [_change(module, sites, uses) for module, sites in _by_module(plan.sites)]
@@ -126,8 +126,8 @@ def _taken_off(left: Iterable[Site]) -> list[tuple[nn.Module, type, tuple[Match,
         at = sites[0].name or sites[0].type_name
         if not is_fused(module) or any(site.match not in applied_matches(module) for site in sites):
             raise FusekitError(
-                f"{at}: its class is now {type(module).__module__}.{type(module).__qualname__}, not the one that "
-                "fusekit gave it; undo what replaced it first, then revert"
+                f"{at}: its class is now {type(module).__module__}.{type(module).__qualname__}, not the one "
+                "that fusekit gave it; undo what replaced it first, then revert"
             )
         if "forward" in module.__dict__:
             raise FusekitError(

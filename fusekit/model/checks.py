@@ -157,6 +157,14 @@ def _parameter_objection(path: str, parameter: Any, uses: Uses) -> Found:
     return None
 
 
+def _dtypes(path: str, part: nn.Module) -> str:
+    """`q float32`, and `q.bias float64` behind it where the bias differs."""
+    weight, bias = (
+        str(p.dtype).removeprefix("torch.") if p is not None else None for p in (part.weight, part.bias)
+    )
+    return f"{path} {weight}" + (f", {path}.bias {bias}" if bias not in (None, weight) else "")
+
+
 def _group_objection(paths: tuple[str, ...], parts: list[nn.Module], uses: Uses) -> Found:
     weights = [part.weight for part in parts if isinstance(part, nn.Linear)]
     if not weights:
@@ -166,9 +174,7 @@ def _group_objection(paths: tuple[str, ...], parts: list[nn.Module], uses: Uses)
     ]
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     if len(dtypes) > 1:
-        each = ", ".join(
-            f"{path} {str(w.dtype).removeprefix('torch.')}" for path, w in zip(paths, weights, strict=True)
-        )
+        each = ", ".join(_dtypes(path, part) for path, part in zip(paths, parts, strict=True))
         return "dtype-mismatch", f"the parts have different dtypes ({each})"
     if len({parameter.device for parameter in parameters}) > 1:
         each = ", ".join(f"{path} on {w.device}" for path, w in zip(paths, weights, strict=True))

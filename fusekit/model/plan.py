@@ -12,6 +12,7 @@ import torch.nn as nn
 
 from fusekit.errors import FusekitError
 from fusekit.forward import SourceDiff, edited_text, original_class
+from fusekit.forward.once import nothing_changes
 from fusekit.fusions import FUSIONS, Analysis, Match, Refusal, analyse
 from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
@@ -216,9 +217,10 @@ def plan(
     sites: list[Site] = []
     refusals: list[Refusal] = []
     applied: list[Site] = []
-    for name in chosen:
+    with nothing_changes():
+        analyses = {name: analyse(modules[name]) for name in chosen}
+    for name, analysis in analyses.items():
         module = modules[name]
-        analysis = analyse(module)
         done = applied_matches(module)
         for match in analysis.matches:
             if match.fusion not in wanted:

@@ -59,13 +59,12 @@ class MergedLinear:
         if torch.compiler.is_compiling():
             if not self._is_tied_for_real() or not self._is_same():
                 return self._apart(x)
-            return tuple(self._slices(F.linear(x, self._whole("weight"), self._whole("bias"))))
+            return tuple(self._slices(F.linear(x, *self._whole())))
         if self.pending:
             self.settle()
         if not isinstance(x, torch.Tensor) or _is_transformed() or not self.is_tied():
             return self._apart(x)
-        whole = self._whole("weight")
-        out = F.linear(x, whole, self._whole("bias"))
+        out = F.linear(x, *self._whole())
         if torch.is_grad_enabled() and out.requires_grad:
             weights = [row[1] for row in self._rows]
             checked = weights if x.requires_grad else []  # a plain linear, too, saves its weight only then
@@ -91,12 +90,16 @@ class MergedLinear:
             start += size
         return pieces
 
-    def _whole(self, name: str) -> torch.Tensor | None:
-        """The merged tensor, tied to the parts' parameters where one of them wants a gradient."""
-        whole = self.weight if name == "weight" else self.bias
-        if whole is None or not torch.is_grad_enabled():
+    def _whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(weight, bias), each tied to the parts' parameters where one of them wants a gradient."""
+        assert self.weight is not None
+        whole = self._with_grad(self.weight, [row[1] for row in self._rows])
+        bias = self.bias
+        return whole, self._with_grad(bias, [row[2] for row in self._rows]) if bias is not None else None
+
+    def _with_grad(self, whole: torch.Tensor, parameters: list[torch.Tensor | None]) -> torch.Tensor:
+        if not torch.is_grad_enabled():
             return whole
-        parameters = [row[1] if name == "weight" else row[2] for row in self._rows]
         if not any(parameter is not None and parameter.requires_grad for parameter in parameters):
             return whole
         return Rows.apply(whole, self.sizes, *parameters)
@@ -220,7 +223,7 @@ class MergedLinear:
         self._rows = ()
 
     def settle(self) -> None:
-        """After the parameters were moved or replaced: lay them out anew, unless they still lie in their rows."""
+        """After the parameters were moved or replaced: lay them out anew, unless they lie in their rows."""
         self.pending = False
         owns = [(row[1], row[2]) for row in self._rows]
         parts = [self._part(path) for path in self.paths]

@@ -131,7 +131,7 @@ class Prints(Pair):
 
 class InComprehension(Pair):
     def forward(self, x):
-        q = [self.q(x) for _ in range(1)][0]
+        (q,) = [self.q(x) for _ in range(1)]
         return q, self.k(x)
 
 
@@ -255,13 +255,13 @@ class OneLine(Pair):
 
 class Semicolons(Pair):
     def forward(self, x):
-        s = self.scale; q = self.q(x) * s; k = self.k(x)  # fmt: skip
+        s = self.scale; q = self.q(x) * s; k = self.k(x)  # noqa: E702  # fmt: skip
         return q, k
 
 
 class OneLineIf(Pair):
     def forward(self, x):
-        if self.scale: q = self.q(x); k = self.k(x)  # fmt: skip
+        if self.scale: q = self.q(x); k = self.k(x)  # noqa: E701, E702  # fmt: skip
         return q, k
 
 
@@ -343,7 +343,10 @@ def test_parts_in_a_container_whose_paths_spell_one_name_stay_apart():
     module = Holder()
     (site,) = fk.plan(module).sites
     assert site.parts == ("inner.q", "inner_q")
-    assert len({name.strip() for name in str(site.diff).split("= self.merged")[0].split("+")[-1].split(",")}) == 2
+    assert (
+        len({name.strip() for name in str(site.diff).split("= self.merged")[0].split("+")[-1].split(",")})
+        == 2
+    )
 
 
 def test_decorators_keep_their_effect():

@@ -73,7 +73,7 @@ class Weightless(nn.Module):
 
 
 class OneLine(Norm):
-    def forward(self, x): return self.weight * (x * torch.rsqrt((x * x).mean(-1, True) + self.eps))  # fmt: skip
+    def forward(self, x): return x * torch.rsqrt((x * x).mean(-1, True) + self.eps) * self.weight  # fmt: skip
 
 
 SPELLINGS = [Llama, Olmo2, Gemma, T5, DividesByRoot, Power, Reciprocal, Weightless, OneLine]

@@ -456,7 +456,11 @@ def test_peak_memory_of_apply_and_revert_is_one_site_more_than_the_model():
     model = Model(layers=4, width=64)
     plan = fk.plan(model)
     site = max(
-        sum(p.numel() * p.element_size() for part in site.parts for p in site.module.get_submodule(part).parameters())
+        sum(
+            p.numel() * p.element_size()
+            for part in site.parts
+            for p in site.module.get_submodule(part).parameters()
+        )
         for site in plan.sites
     )
     total = sum(p.numel() * p.element_size() for p in model.parameters())

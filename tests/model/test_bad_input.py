@@ -112,7 +112,7 @@ def test_bias_of_another_dtype_is_named():
 
 @pytest.mark.parametrize("options", [{"only": "qvk"}, {"only": ["qvk"]}, {"exclude": "qvk"}])
 def test_unknown_fusion_is_named_with_the_nearest(options):
-    with pytest.raises(fk.FusekitError, match="no fusion 'qvk'.*did you mean 'qkv'"):
+    with pytest.raises(fk.FusekitError, match=r"no fusion 'qvk'.*did you mean 'qkv'"):
         fk.plan(Model(), **options)
 
 
@@ -141,7 +141,7 @@ def test_patterns_that_match_choose():
 def test_plan_of_another_model():
     one, other = Model(), Model()
     plan = fk.plan(one)
-    with pytest.raises(fk.FusekitError, match="belongs to another Model.*fk.plan"):
+    with pytest.raises(fk.FusekitError, match=r"belongs to another Model.*fk\.plan"):
         plan.apply(other)
     assert not fk.plan(other).applied and not fk.plan(one).applied
     with plan.apply(one):

@@ -216,7 +216,9 @@ def test_functional_call_inside_of_compiled_code(counter):
     fk.fuse(model)
     other = {name: torch.randn_like(value) for name, value in twin.named_parameters()}
     call = torch.compile(
-        lambda parameters, x: torch.func.functional_call(model, parameters, (x,)), backend=counter, fullgraph=True
+        lambda parameters, x: torch.func.functional_call(model, parameters, (x,)),
+        backend=counter,
+        fullgraph=True,
     )
     x = torch.randn(2, 5, 8)
     torch.testing.assert_close(call(other, x), torch.func.functional_call(twin, other, (x,)))

@@ -71,7 +71,9 @@ def pair():
 
 
 def storages(model):
-    return [value for module in model.modules() for value in vars(module).values() if type(value) is MergedLinear]
+    return [
+        value for module in model.modules() for value in vars(module).values() if type(value) is MergedLinear
+    ]
 
 
 def is_fast(model):
