@@ -168,7 +168,8 @@ def key(
 
 def _outside(source: ForwardSource, module: nn.Module, depth: int) -> Hashable:
     """The globals and closure cells of a forward: a flag or a patched function among them decides too."""
-    return once(source.function, "outside", lambda: _outside_of(source.function, module, depth))
+    function: types.FunctionType = source.chain[-1]
+    return once(function, "outside", lambda: _outside_of(function, module, depth))
 
 
 def _outside_of(function: types.FunctionType, module: nn.Module, depth: int) -> Hashable:
@@ -213,6 +214,10 @@ def describe(value: Any, owner: nn.Module, depth: int = 0) -> Hashable:
     """What of a value can change the course of a forward that reads it."""
     if type(value) in SIMPLE_TYPES:
         return type(value), value
+    return once(value, "described", lambda: _describe(value, owner, depth))
+
+
+def _describe(value: Any, owner: nn.Module, depth: int) -> Hashable:
     if isinstance(value, _Marker):
         if value is DYNAMIC:
             raise Uncachable
@@ -252,10 +257,6 @@ def _settings(value: Any, owner: nn.Module, depth: int) -> Hashable:
     state = getattr(value, "__dict__", None)
     if not isinstance(state, dict) or len(state) > LONG or type(value).__module__ == "builtins":
         return _Same(value)
-    return once(value, "settings", lambda: _settings_of(value, state, owner, depth))
-
-
-def _settings_of(value: Any, state: dict[str, Any], owner: nn.Module, depth: int) -> Hashable:
     items = tuple((name, describe(item, owner, depth)) for name, item in state.items())
     return (type(value) if _is_plain_data(state) else _Same(value)), items
 
@@ -299,10 +300,10 @@ class _Same:
 
 def module_shape(module: nn.Module) -> Hashable:
     """A submodule as a forward that calls it sees it: classes, shapes, settings, down the tree."""
-    return once(module, "shape", lambda: _module_shape(module))
+    return once(module, "shape", lambda: _shape_of(module))
 
 
-def _module_shape(module: nn.Module) -> Hashable:
+def _shape_of(module: nn.Module) -> Hashable:
     state = module.__dict__
     settings = tuple(
         [

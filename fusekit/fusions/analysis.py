@@ -1,9 +1,11 @@
 """What the fusions find in a module's forward, remembered for every instance that is alike."""
 
 import ast
+import inspect
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from fusekit.forward import (
     original_class,
     source_of,
 )
-from fusekit.forward.reads import Read, Uncachable, key, reads, resolve
+from fusekit.forward.reads import Read, Uncachable, describe, global_names, key, reads, resolve
 from fusekit.fusions.glu import find_glus
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.merge import find_merges, is_linear_like, sibling_groups
@@ -28,6 +30,7 @@ from fusekit.fusions.rms_norm import find_norms
 from fusekit.fusions.roles import role
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing import Trace
+from fusekit.tracing.inputs import Inputs
 from fusekit.tracing.schema import operator_name
 from fusekit.tracing.trace import run_again, run_trace
 
@@ -46,6 +49,7 @@ class Analysis:
 
 
 NOTHING = Analysis(None, None)
+ROOTS = frozenset({"rsqrt", "sqrt", "pow", "reciprocal"})
 
 
 @dataclass
@@ -55,40 +59,50 @@ class _Remembered:
     by_type: frozenset[tuple[str, ...]] | None = None
     analyses: dict[Hashable, Analysis] = field(default_factory=dict)
 
+    def add(self, by_type: frozenset[tuple[str, ...]]) -> None:
+        """Learn what one more trace says may count by type: only what every trace says does."""
+        narrowed = by_type if self.by_type is None else self.by_type & by_type
+        if narrowed != self.by_type or len(self.analyses) >= LIMIT:
+            self.analyses.clear()  # their keys left out what counts now
+        self.by_type = narrowed
+
 
 _remembered: "weakref.WeakKeyDictionary[Any, _Remembered]" = weakref.WeakKeyDictionary()
 LIMIT = 256  # analyses kept for one function
 
 
-def analyse(module: nn.Module) -> Analysis:
-    """Matches and objections in the forward that `module` has when it is not fused."""
+def analyse(module: nn.Module, inputs: Inputs | None = None) -> Analysis:
+    """Matches and objections in the forward that `module` has when it is not fused.
+
+    `inputs` are (args, kwargs) that it is called with; without any they are made up.
+    """
     if type(module).__module__.startswith("torch."):
         return NOTHING  # PyTorch's own layers: nothing in them is written in Python to be rewritten
     try:
         source = source_of(forward_chain(module, original=True))
     except NoSource as error:
         return _without_source(module, error)
-    if not _is_worth_tracing(module, source):
-        return NOTHING
     remembered = _remembered.setdefault(source.function, _Remembered())
-    found: Analysis | None = None
+    if not remembered.analyses and not _is_worth_tracing(module, source):
+        return NOTHING
     try:
-        if remembered.by_type is not None:
-            known = remembered.analyses.get(_key(module, source, remembered.by_type))
-            if known is not None:
-                return known
-        found = _analyse(module, source)
-        if remembered.by_type is None:
-            remembered.by_type = _counted_by_type(source, found.trace)
-        if len(remembered.analyses) >= LIMIT:
-            remembered.analyses.clear()
-        remembered.analyses[_key(module, source, remembered.by_type)] = found
+        known = remembered.analyses.get(_key(module, source, remembered.by_type, inputs))
+        if known is not None:
+            return known
+        found = _analyse(module, source, inputs)
+        remembered.add(_counted_by_type(source, found.trace))
+        remembered.analyses[_key(module, source, remembered.by_type, inputs)] = found
+        return found
     except Uncachable:
-        pass
-    return found or _analyse(module, source)
+        return _analyse(module, source, inputs)
 
 
-def _key(module: nn.Module, source: ForwardSource, by_type: frozenset[tuple[str, ...]]) -> Hashable:
+def _key(
+    module: nn.Module,
+    source: ForwardSource,
+    by_type: frozenset[tuple[str, ...]] | None,
+    inputs: Inputs | None,
+) -> Hashable:
     own = (*module.__dict__, *module._modules, *module._parameters, *module._buffers)
     # Attributes that a storage must not be called like; those of sites applied here are storages.
     taken = frozenset(
@@ -96,7 +110,8 @@ def _key(module: nn.Module, source: ForwardSource, by_type: frozenset[tuple[str,
         for name in own
         if name.startswith("merged_") and not getattr(module.__dict__.get(name), "is_merged_storage", False)
     )
-    return original_class(module).__mro__, bool(module.training), taken, key(module, source, by_type)
+    read = key(module, source, by_type or frozenset())
+    return original_class(module).__mro__, bool(module.training), taken, read, describe(inputs, module)
 
 
 def _without_source(module: nn.Module, error: NoSource) -> Analysis:
@@ -117,7 +132,19 @@ def _is_worth_tracing(module: nn.Module, source: ForwardSource) -> bool:
         value = resolve(module, read.chain)
         if isinstance(value, nn.Module) and is_linear_like(value):
             linears.add(id(value))
-    return len(linears) >= 2 or _has_norm_shape(module)
+    return len(linears) >= 2 or (_has_norm_shape(module) and _names_of_norms(module, source))
+
+
+def _names_of_norms(module: nn.Module, source: ForwardSource) -> bool:
+    """Whether the forward, or a method of the module that it names, takes a root or a power of something."""
+    names = set(global_names(source.function.__code__))
+    for name in tuple(names):
+        method = inspect.getattr_static(type(module), name, None)
+        if isinstance(method, FunctionType):
+            names.update(global_names(method.__code__))
+            names.update("pow" for const in method.__code__.co_consts if const == -0.5)
+    names.update("pow" for const in source.function.__code__.co_consts if const == -0.5)
+    return any(name in ROOTS or "norm" in name.lower() for name in names)
 
 
 def _has_norm_shape(module: nn.Module) -> bool:
@@ -166,8 +193,8 @@ def _skipped(source: ForwardSource, trace: Trace) -> set[ast.AST]:
 # -- one forward ------------------------------------------------------------------------------
 
 
-def _analyse(module: nn.Module, source: ForwardSource) -> Analysis:
-    trace = run_trace(module)
+def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) -> Analysis:
+    trace = run_trace(module, *(inputs or ()))
     view = ForwardView(module, source, trace)
     name = view.new_name("kernels")
     if not trace.complete:

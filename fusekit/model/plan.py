@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
 from fusekit.shown import Shown
 from fusekit.tracing import AliasReport, Assumption, Trace, aliasing
+from fusekit.tracing.inputs import Inputs, inputs_of_modules
 
 if TYPE_CHECKING:
     import pandas
@@ -196,7 +197,10 @@ def plan(
 ) -> Plan:
     """What can be fused in `model`, what almost can, and why not. Changes nothing.
 
-    Needs neither weights nor example inputs, and works on the meta device. `only` and `exclude`
+    Needs neither weights nor example inputs, and works on the meta device. `inputs`, where given, are
+    the keyword arguments that the model is called with (a dict), a tuple of positional ones, or a
+    tensor; only shapes and dtypes count, and each module is then looked at with what it would be
+    called with. `only` and `exclude`
     name fusions (`qkv`, `kv`, `columns`, `glu`, `rms_norm`), `layers` are patterns of
     module paths as in `fnmatch`; a pattern takes everything under what it matches. A module that
     is used in several places is named by the first, as `named_modules()` does.
@@ -205,10 +209,6 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise FusekitError(f"plan() takes a module, not {type(model).__name__}: pass the model itself")
-    if inputs is not None:
-        raise FusekitError(
-            "plan(inputs=...) is not there yet: plan(model) needs none; trace(module, ...) takes them"
-        )
     wanted = _fusions(only, FUSIONS) - _fusions(exclude, ())
     patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
     modules = dict(model.named_modules())
@@ -218,7 +218,8 @@ def plan(
     refusals: list[Refusal] = []
     applied: list[Site] = []
     with nothing_changes():
-        analyses = {name: analyse(modules[name]) for name in chosen}
+        given = _inputs_by_module(model, inputs)
+        analyses = {name: analyse(modules[name], given.get(name)) for name in chosen}
     for name, analysis in analyses.items():
         module = modules[name]
         done = applied_matches(module)
@@ -237,6 +238,14 @@ def plan(
             if objection.fusion in wanted:
                 refusals.append(refusal_from(name, module, analysis, objection))
     return Plan(model, tuple(sites), tuple(refusals), tuple(applied))
+
+
+def _inputs_by_module(model: nn.Module, inputs: Any) -> dict[str, Inputs]:
+    if inputs is None:
+        return {}
+    if isinstance(inputs, Mapping):
+        return inputs_of_modules(model, (), dict(inputs))
+    return inputs_of_modules(model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
 
 
 def _fusions(names: Iterable[str] | str | None, default: Iterable[str]) -> set[str]:

@@ -1,11 +1,16 @@
 """Made-up inputs for a forward that is traced without any: meta tensors of likely shapes."""
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
+
+from fusekit.tracing.skeleton import Skeleton
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # what a forward is called with: args, kwargs
 
 BATCH, LENGTH = 2, 7  # unlike each other and unlike most widths, so that shapes tell them apart
 
@@ -25,6 +30,25 @@ def reference_weight(module: nn.Module) -> torch.Tensor | None:
         if parameter.dim() in (1, 2):
             return parameter
     return None
+
+
+def inputs_of_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Inputs]:
+    """What each module of `model` is first called with, when `model` is called with these inputs.
+
+    Found by running a meta skeleton, so values are lost: only shapes and dtypes count. Where the
+    model cannot be run so to its end, modules that it did not reach are missing.
+    """
+    found: dict[str, Inputs] = {}
+
+    def call(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found.setdefault(path, (args, kwargs))
+        return module.forward(*args, **kwargs)
+
+    skeleton = Skeleton(model, call)
+    given: Inputs = skeleton.value((args, kwargs))
+    with torch.no_grad(), torch.device("meta"), contextlib.suppress(Exception):
+        skeleton.module(*given[0], **given[1])
+    return found
 
 
 def made_up_inputs(
