@@ -14,6 +14,7 @@ REASONS: dict[str, str] = {
     "different-inputs": "the parts do not read the same value",
     "dtype-mismatch": "the parts have different dtypes",
     "hooked": "a part carries hooks, which would no longer be called",
+    "inference-tensor": "a part's weight was made in inference mode, and its data cannot be replaced",
     "input-may-be-written": "something runs between the parts that is not known to leave the input alone",
     "input-rebound": "the name of the input is stored again between the parts",
     "input-written": "the input is written between the parts",

@@ -16,7 +16,7 @@ from torch import fx
 from fusekit.forward import Edit, Span
 from fusekit.forward.reads import attribute_chain, resolve
 from fusekit.fusions.match import Match, Objection, Refused
-from fusekit.fusions.prover import Reading, reads_plainly
+from fusekit.fusions.reading import Reading, reads_plainly
 from fusekit.fusions.view import ForwardView, evaluation
 from fusekit.kernels import NORM_PROBES, NormForm, norm_forms, rms_norm
 from fusekit.tracing.schema import operator_name

@@ -150,6 +150,9 @@ def _parameter_objection(path: str, parameter: Any, uses: Uses) -> Found:
     if not plain or not parameter.dtype.is_floating_point:
         kind = f"{type(parameter).__name__} of {parameter.dtype}, {parameter.layout}"
         return "quantized", f"{path} is a {kind}, not a plain floating parameter"
+    if parameter.is_inference():
+        why = f"{path} was made under torch.inference_mode(); build or load the model outside of it"
+        return "inference-tensor", why
     if uses.parameters[id(parameter)] > 1:
         return "tied", f"{path} is tied: another module uses it too"
     if parameter.device.type == "cpu" and parameter.is_shared():

@@ -77,10 +77,22 @@ class MergedLinear:
 
     def _part(self, path: str) -> Any:
         first, *others = path.split(".")
+        if first not in self._root:
+            raise AttributeError(f"{first} was merged with other linears, and is gone")
         module = self._root[first]
         for name in others:
             module = getattr(module, name)
         return module
+
+    def _present(self) -> list[Any]:
+        """The parts as they are now, None for one that is gone."""
+        found = []
+        for path in self.paths:
+            try:
+                found.append(self._part(path))
+            except AttributeError:
+                found.append(None)
+        return found
 
     def _slices(self, out: torch.Tensor) -> list[torch.Tensor]:
         pieces, start = [], 0
@@ -150,7 +162,7 @@ class MergedLinear:
 
     def _is_tied_on_meta(self) -> bool:
         """Before weights are loaded: laid out in form only. Laid out for real at the first call after."""
-        on_meta = [is_plain(part) and part.weight.is_meta for part in map(self._part, self.paths)]
+        on_meta = [is_plain(part) and part.weight.is_meta for part in self._present()]
         if all(on_meta):
             return self._is_same()
         return not any(on_meta) and self.tie()
@@ -164,7 +176,7 @@ class MergedLinear:
         is no plain linear or hooked); then each has a storage of its own. At its peak it holds the
         parts once more than before.
         """
-        parts = [self._part(path) for path in self.paths]
+        parts = self._present()
         if not all(is_plain(part) for part in parts):
             self.untie()
             return False
@@ -210,11 +222,9 @@ class MergedLinear:
         shared = {_storage(tensor) for tensor in (self.weight, self.bias) if tensor is not None}
         # A part that was replaced or wrapped meanwhile lives on elsewhere, with its rows: both count.
         parameters = [parameter for row in self._rows for parameter in row[1:3]]
-        for path in self.paths:
-            try:
-                parameters += self._part(path)._parameters.values()
-            except (AttributeError, KeyError):  # it is gone, or no module any more
-                continue
+        for part in self._present():
+            if isinstance(part, nn.Module):
+                parameters += part._parameters.values()
         with torch.inference_mode(False), torch.no_grad():
             for parameter in parameters:
                 if parameter is not None and _storage(parameter) in shared:
@@ -226,7 +236,7 @@ class MergedLinear:
         """After the parameters were moved or replaced: lay them out anew, unless they lie in their rows."""
         self.pending = False
         owns = [(row[1], row[2]) for row in self._rows]
-        parts = [self._part(path) for path in self.paths]
+        parts = self._present()
         present = [(p._parameters.get("weight"), p._parameters.get("bias")) for p in parts if is_plain(p)]
         same = len(owns) == len(present) and all(
             mine is now for mine, now in zip(sum(owns, ()), sum(present, ()), strict=True)
@@ -317,8 +327,15 @@ def is_plain(part: Any) -> bool:
 
 
 def _is_transformed() -> bool:
-    """Inside of `torch.func` transforms and forward-mode AD, where the functions below have no rules."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Inside of `torch.func` transforms, forward-mode AD and `torch.jit.trace`.
+
+    There the functions below have no rules, or go unseen.
+    """
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
 
 
 def _real_check(storage: MergedLinear) -> Callable[[], bool]:
@@ -347,6 +364,7 @@ def _fit(weights: list[Any], biases: list[Any]) -> bool:
     tensors = [*weights, *(bias for bias in biases if bias is not None)]
     return (
         all(type(tensor) is nn.Parameter and tensor.layout is torch.strided for tensor in tensors)
+        and not any(tensor.is_inference() for tensor in tensors)
         and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
         and tensors[0].dtype.is_floating_point
         and all(weight.dim() == 2 for weight in weights)

@@ -290,6 +290,30 @@ class DecoratesWithHelper(WithHelper):
         return q, self.k(x)
 
 
+class WritesThroughSlice(Pair):
+    def forward(self, x):
+        half = x[..., :4]
+        q = self.q(x)
+        half.add_(1)
+        return q, self.k(x)
+
+
+class WritesThroughDetach(Pair):
+    def forward(self, x):
+        other = x.detach().flatten()
+        q = self.q(x)
+        other.mul_(2)
+        return q, self.k(x)
+
+
+class WritesThroughResult(Pair):
+    def forward(self, x):
+        same = F.dropout(x, 0.0, False)
+        q = self.q(x)
+        torch.relu_(same)
+        return q, self.k(x)
+
+
 class UnpacksGenerator(Pair):
     def forward(self, x):
         self.calls += 1
@@ -847,3 +871,55 @@ def test_input_written_by_the_caller_between_forward_and_backward_raises_as_befo
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (q.sum() + k.sum()).backward()
+
+
+def test_two_instances_of_one_class_that_differ_are_decided_apart():
+    class Optional(Pair):
+        def __init__(self, attribute=False, bias=True):
+            super().__init__()
+            if attribute:
+                self.merged_q_k = nn.Linear(8, 8)
+            if not bias:
+                self.k = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            return self.q(x) * 1, self.k(x) * 1
+
+    model = nn.ModuleList([Optional(), Optional(attribute=True), Optional(bias=False), Optional()])
+    model[3].k = nn.Identity()
+    twin = copy.deepcopy(model)
+    assert [site.name for site in fk.fuse(model).sites] == ["0", "1", "2"]
+    x = torch.randn(3, 8)
+    for own, other in zip(model, twin, strict=True):
+        torch.testing.assert_close(own(x), other(x))
+    assert type(model[1].merged_q_k) is nn.Linear
+    fk.revert(model)
+    assert [list(vars(own)) for own in model] == [list(vars(other)) for other in twin]
+
+
+def test_planning_runs_no_property_of_the_model():
+    module = PropertyBetween()
+    fk.plan(module)
+    assert module.calls == 0
+
+
+def test_a_class_changed_after_it_was_planned_is_planned_anew():
+    class Changing(Pair):
+        def forward(self, x):
+            return self.q(x), self.k(x)
+
+    def other(self, x):
+        q = self.q(x)
+        x.mul_(2)
+        return q, self.k(x)
+
+    module = Changing()
+    plan = fk.plan(module)
+    assert plan.sites
+    Changing.forward = other
+    x = torch.randn(2, 8)
+    want = module(x.clone())
+    with pytest.raises(fk.FusekitError):
+        plan.apply()
+    assert not fk.plan(module).sites
+    torch.testing.assert_close(module(x.clone()), want)

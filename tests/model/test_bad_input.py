@@ -110,6 +110,24 @@ def test_bias_of_another_dtype_is_named():
     assert "k.bias float64" in refusal.message
 
 
+def test_weights_made_in_inference_mode_are_refused_and_work_as_before():
+    with torch.inference_mode():
+        module, x = Pair(), torch.randn(2, 8)
+        refusal = only_refusal(module)
+        assert refusal.reason == "inference-tensor" and "outside of it" in refusal.message
+        module(x)
+    fused_module = Pair()
+    fused = fk.fuse(fused_module)
+    with torch.inference_mode():
+        state = {name: value.clone() for name, value in fused_module.state_dict().items()}
+        fused_module.load_state_dict(state, assign=True)
+        want = fused_module.q(x)
+        torch.testing.assert_close(fused_module(x)[0], want)
+        fused.revert()
+        torch.testing.assert_close(fused_module(x)[0], want)
+        assert not fk.plan(fused_module).sites
+
+
 @pytest.mark.parametrize("options", [{"only": "qvk"}, {"only": ["qvk"]}, {"exclude": "qvk"}])
 def test_unknown_fusion_is_named_with_the_nearest(options):
     with pytest.raises(fk.FusekitError, match=r"no fusion 'qvk'.*did you mean 'qkv'"):

@@ -561,3 +561,108 @@ def test_the_instance_holds_nothing_but_the_storage(pair):
         added = set(vars(own)) - set(vars(other))
         assert {type(vars(own)[name]) for name in added} <= {MergedLinear}
         assert not isinstance(own, types.ModuleType)
+
+
+def test_part_that_is_gone_breaks_only_what_it_broke_before(pair):
+    model, twin = pair
+    for one in (model, twin):
+        del one.attention.v
+        one.half().float()
+        with pytest.raises(AttributeError):
+            one(torch.randn(2, 5, 8))
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(model.mlp(x), twin.mlp(x))
+    fk.revert(model)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    model.attention.v = twin.attention.v = nn.Linear(8, 4)
+    assert_equal(model, twin, fast=None)
+
+
+def test_plan_of_a_fused_module_whose_class_another_tool_subclassed(pair):
+    model, twin = pair
+    model.attention.__class__ = type("Sharded", (type(model.attention),), {})
+    plan = fk.plan(model)
+    assert "glu" in [site.fusion for site in plan.applied]
+    assert not [site for site in plan.sites if site.name == "attention"]
+    assert_equal(model, twin)
+
+
+@pytest.mark.parametrize("flag", ["swap_module_params", "overwrite_module_params"])
+def test_conversion_by_the_other_ways_of_torch(pair, flag):
+    model, twin = pair
+    switch = getattr(torch.__future__, f"set_{flag}_on_conversion")
+    switch(True)
+    try:
+        for one in (model, twin):
+            one.double()
+        assert_equal(model, twin, fast=True)
+        state = {name: torch.randn_like(value) for name, value in twin.state_dict().items()}
+        for one in (model, twin):
+            one.load_state_dict(copy.deepcopy(state))
+        assert_equal(model, twin)
+    finally:
+        switch(False)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace(pair, grad):
+    model, twin = pair
+    x = torch.randn(2, 5, 8)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(model, x)
+    other = torch.randn(2, 5, 8)
+    torch.testing.assert_close(traced(other), twin(other))
+
+
+def test_adapter_merged_into_the_weight_and_taken_off_again(pair):
+    model, twin = pair
+    delta = torch.randn(8, 8)
+    for one in (model, twin):
+        base = one.attention.q
+        one.attention.q = Adapter(base)
+        base.weight.data += delta
+        one.attention.q = base
+    assert_equal(model, twin, fast=True)
+
+
+def test_average_of_weights(pair):
+    model, twin = pair
+    averaged = [torch.optim.swa_utils.AveragedModel(one) for one in (model, twin)]
+    for _ in range(2):
+        with torch.no_grad():
+            for one in (model, twin):
+                for parameter in one.parameters():
+                    parameter.mul_(1.5)
+        for own, one in zip(averaged, (model, twin), strict=True):
+            own.update_parameters(one)
+    assert_equal(averaged[0].module, averaged[1].module, fast=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantised_afterwards_by_torch(pair):
+    model, twin = pair
+    quantised = [torch.ao.quantization.quantize_dynamic(one, {nn.Linear}) for one in (model, twin)]
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(quantised[0](x), quantised[1](x))
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_make_fx(pair, tracing_mode, grad):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, twin = pair
+    x = torch.randn(2, 5, 8)
+
+    def call(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,))
+
+    parameters = {name: value.detach() for name, value in twin.named_parameters()}
+    with torch.set_grad_enabled(grad):
+        gm = make_fx(call, tracing_mode=tracing_mode)(parameters, x)
+        other = torch.randn(2, 5, 8)
+        torch.testing.assert_close(gm(parameters, other), twin(other))
+        if tracing_mode == "real":  # with the parameters as constants
+            gm = make_fx(model)(x)
+            torch.testing.assert_close(gm(other), twin(other))

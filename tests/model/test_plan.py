@@ -80,7 +80,9 @@ def test_the_diff_of_a_site_is_a_unified_diff_of_that_site_alone(llama):
     plan = fk.plan(llama)
     text = str(plan["model.layers.0.mlp"].sites[0].diff)
     removed = [line for line in text.splitlines() if line.startswith("-") and not line.startswith("---")]
-    assert removed == ["-        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"]
+    assert removed == [
+        "-        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
+    ]
 
 
 class Wide(nn.Module):

@@ -275,3 +275,23 @@ def test_loss_that_sees_a_parameter_directly(pair):
     for one in pair:
         (loss(one, torch.ones(1, 2, 8)) + F.mse_loss(one.q.weight, torch.zeros(8, 8))).backward()
     assert_same_parameters(*pair, grad=True)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_slices_are_written_and_saved_apart_from_each_other(frozen):
+    # What no trace sees (a cache, a test that went the other way) may still write into a slice.
+    module, x = Two(), torch.randn(2, 3, 8)
+    if frozen:
+        module.requires_grad_(False)
+    twin = copy.deepcopy(module)
+    fk.fuse(module)
+    assert not module.merged_q_k.copied
+    scale = torch.randn(8, requires_grad=True)
+    grads = []
+    for q, k in (module.merged_q_k(x), (twin.q(x), twin.k(x))):
+        squared = k * scale  # saves k for backward
+        q.mul_(2)
+        q[..., 0] = 3
+        loss = (squared + q).square().sum()
+        grads.append(torch.autograd.grad(loss, [scale]))
+    torch.testing.assert_close(*grads)

@@ -1,0 +1,334 @@
+"""What evaluating an expression can touch: nothing, or the proof ends.
+
+A `Reading` follows statements and expressions in the order of their evaluation. It passes only
+what runs no foreign code and writes nothing: names, metadata, plain attributes, arithmetic on
+numbers and sizes, torch operators whose schema says so, plain linears and proven RMSNorms.
+"""
+
+import ast
+import inspect
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import fx
+
+from fusekit.forward import Span, original_class
+from fusekit.forward.reads import DYNAMIC, MISSING, attribute_chain, module_attribute
+from fusekit.fusions.match import Refused
+from fusekit.fusions.view import ForwardView
+from fusekit.tracing.schema import node_effect, operator_name
+
+METADATA_ATTRS = frozenset({"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda"})
+METADATA_CALLS = frozenset({"size", "dim", "numel", "is_floating_point", "get_device", "element_size"})
+SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+SEQUENCES = (torch.Size, tuple, list)
+RANDOM = frozenset(
+    {"dropout", "bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "alpha_dropout"}
+)
+# With one of these the names of locals are data, and a rewrite adds names.
+SEES_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
+
+
+@dataclass
+class Reading:
+    """Statements and expressions that were proven to write nothing and to run no foreign code.
+
+    `norms` are the submodules called that must be RMSNorms for that, `linears` the plain linears.
+    """
+
+    view: ForwardView
+    wanted: frozenset[ast.expr] = frozenset()
+    norms: set[str] = field(default_factory=set)
+    linears: set[str] = field(default_factory=set)
+    passed: set[ast.AST] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        seen = sorted(SEES_LOCALS & self.view.names)
+        if seen:
+            raise Refused(
+                "module-escapes",
+                f"the forward uses {seen[0]}(), and would see the names that a rewrite adds",
+                self.view.source.tree.lineno,
+            )
+
+    def statement(self, statement: ast.stmt) -> None:
+        """Raise unless `statement` stores plain names, or nothing, and unpacks only plain sequences."""
+        targets: list[ast.expr] = []
+        ok = isinstance(statement, (ast.Return, ast.Expr, ast.Pass))
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        if targets:
+            ok = all(_stores_names(target) for target in targets)
+        if not ok:
+            what = type(statement).__name__.lower()
+            if isinstance(statement, ast.AugAssign):
+                what = f"{ast.unparse(statement)}, which may write in place"
+            elif targets:
+                what = f"{ast.unparse(statement)}, which stores into an object"
+            raise Refused("input-may-be-written", f"between the parts stands {what}", statement.lineno)
+        unpacks = any(not isinstance(target, ast.Name) for target in targets)
+        if unpacks and not self._unpacks_plainly(statement.value):  # type: ignore[attr-defined]
+            raise Refused(
+                "input-may-be-written",
+                f"{self.view.text(statement)} unpacks what may run code",
+                statement.lineno,
+            )
+
+    def expression(self, expression: ast.expr) -> None:
+        """Raise unless evaluating `expression` (its operands aside) can touch nothing."""
+        self.passed.add(expression)
+        nodes = self.view.nodes_at.get(expression, [])
+        if isinstance(expression, ast.Call):
+            return self._call(expression, nodes)
+        if nodes:
+            return self._operator(expression, nodes)
+        if isinstance(expression, ast.Attribute):
+            return self._attribute(expression)
+        if isinstance(expression, (ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.keyword)):
+            return
+        if isinstance(expression, ast.Starred):
+            if isinstance(expression.ctx, ast.Store) or self._unpacks_plainly(expression.value):
+                return
+        elif isinstance(expression, ast.BoolOp):
+            if all(self._is_plain_test(value) for value in expression.values[:-1]):
+                return
+        elif isinstance(expression, ast.IfExp):
+            if self._is_plain_test(expression.test):
+                return
+        elif self._on_numbers(expression):
+            return
+        raise Refused(
+            "input-may-be-written",
+            f"{self.view.text(expression)} runs between the parts, and is not known to write nothing",
+            expression.lineno,
+        )
+
+    def _call(self, call: ast.Call, nodes: list[fx.Node]) -> None:
+        if nodes and all(node.op == "call_module" and node.meta.get("direct") for node in nodes):
+            for node in nodes:
+                path = str(node.target)
+                if node.meta.get("written"):
+                    raise Refused("input-written", f"{path} writes its input between the parts", call.lineno)
+                if type(self.view.submodule(path)) is nn.Linear:
+                    self.linears.add(path)
+                else:
+                    self.norms.add(path)  # the plan proves it, or refuses the site
+            return
+        if nodes:
+            return self._operator(call, nodes)
+        if isinstance(call.func, ast.Attribute) and call.func.attr in METADATA_CALLS:
+            if self._is_tensor(call.func.value):
+                return
+        raise Refused(
+            "input-may-be-written",
+            f"{self.view.text(call.func)}() is called between the parts, and is not known to leave their "
+            "input alone",
+            call.lineno,
+        )
+
+    def _operator(self, expression: ast.expr, nodes: list[fx.Node]) -> None:
+        text = self.view.text(expression)
+        for node in nodes:
+            effect = node_effect(node)
+            if effect is None and _is_getitem(node):
+                continue
+            if effect is None or not node.meta.get("direct"):
+                raise Refused(
+                    "input-may-be-written",
+                    f"{text} runs between the parts, and is not known to leave their input alone",
+                    expression.lineno,
+                )
+            if effect.writes:
+                raise Refused("input-written", f"{text} writes in place between the parts", expression.lineno)
+            if operator_name(node) in RANDOM:
+                raise Refused(
+                    "input-may-be-written",
+                    f"{text} draws random numbers between the parts",
+                    expression.lineno,
+                )
+
+    def _attribute(self, expression: ast.Attribute) -> None:
+        view = self.view
+        if expression in view.called:
+            # The call is checked itself. What is called must be found plainly: a submodule, or the
+            # method of a tensor.
+            chain = attribute_chain(expression, view.source.self_name)
+            if not chain or reads_plainly(view.module, chain):
+                return
+            if reads_plainly(view.module, chain[:-1]) and self._is_tensor(expression.value):
+                return
+        elif self._is_plain_read(expression):
+            return
+        raise Refused(
+            "input-may-be-written",
+            f"reading {view.text(expression)} between the parts may run code",
+            expression.lineno,
+        )
+
+    # -- what is known of a value ---------------------------------------------------------------
+
+    def _is_plain_read(self, expression: ast.Attribute) -> bool:
+        """Metadata of a tensor, a plain attribute of the module, or one of an imported module."""
+        if expression.attr in METADATA_ATTRS and self._is_tensor(expression.value):
+            return True
+        chain = attribute_chain(expression, self.view.source.self_name)
+        if chain:
+            return reads_plainly(self.view.module, chain)
+        base = expression.value
+        if isinstance(base, ast.Name) and not self.view.stores(base.id):
+            names = self.view.source.function.__globals__  # type: ignore[attr-defined]
+            found = names.get(base.id)
+            return isinstance(found, types.ModuleType) and expression.attr in vars(found)
+        return False
+
+    def _is_tensor(self, expression: ast.expr) -> bool:
+        """Whether a value is a tensor: made by an operator, or held by a name that only ever held some."""
+        nodes = self.view.nodes_at.get(expression)
+        if nodes:
+            return any(isinstance(node.meta.get("val"), torch.Tensor) for node in nodes)
+        if isinstance(expression, ast.Name):
+            lines = {binding.line for binding in self.view.trace.bindings if binding.name == expression.id}
+            stored = self.view.stores(expression.id)
+            return bool(stored) and all(line is not None and line in lines for line in stored)
+        chain = attribute_chain(expression, self.view.source.self_name)
+        if chain and reads_plainly(self.view.module, chain):
+            return isinstance(_value_at(self.view.module, chain), torch.Tensor)
+        return False
+
+    def _unpacks_plainly(self, expression: ast.expr | None, depth: int = 0) -> bool:
+        """Whether iterating over a value runs no code: sizes, displays, results of operators."""
+        if expression is None or depth > 4:
+            return False
+        if isinstance(expression, (ast.Tuple, ast.List)):
+            return True
+        if self.view.nodes_at.get(expression):
+            return True  # an operator's, which is checked itself
+        if isinstance(expression, ast.Attribute):
+            return expression.attr == "shape" and self._is_tensor(expression.value)
+        if isinstance(expression, ast.Call):
+            function = expression.func
+            return (
+                isinstance(function, ast.Attribute)
+                and function.attr == "size"
+                and self._is_tensor(function.value)
+            )
+        if isinstance(expression, ast.Subscript):
+            return self._unpacks_plainly(expression.value, depth + 1)
+        if isinstance(expression, ast.Name):
+            values = self.view.assigned(expression.id)
+            return bool(values) and all(self._unpacks_plainly(value, depth + 1) for value in values)
+        return False
+
+    def _is_plain_test(self, test: ast.expr) -> bool:
+        """Whether asking for a value's truth runs no code. Of a tensor it would have stopped the trace."""
+        if isinstance(test, (ast.Compare, ast.Constant)):
+            return True  # a comparison is checked itself
+        if isinstance(test, ast.UnaryOp):
+            return isinstance(test.op, ast.Not)
+        if isinstance(test, ast.BoolOp):
+            return all(self._is_plain_test(value) for value in test.values)
+        chain = attribute_chain(test, self.view.source.self_name)
+        if chain and reads_plainly(self.view.module, chain):
+            return isinstance(_value_at(self.view.module, chain), SCALARS)
+        return False
+
+    def _on_numbers(self, expression: ast.expr) -> bool:
+        """Whether the trace saw this operator applied to numbers, sizes and tuples only."""
+        operands: list[ast.expr]
+        kinds: tuple[type, ...] = SCALARS
+        if isinstance(expression, ast.BinOp):
+            operands = [expression.left, expression.right]
+            kinds = (*SCALARS, *SEQUENCES)
+        elif isinstance(expression, ast.UnaryOp):
+            operands = [expression.operand]
+        elif isinstance(expression, ast.Compare):
+            if all(isinstance(op, (ast.Is, ast.IsNot)) for op in expression.ops):
+                return True
+            operands = [expression.left, *expression.comparators]
+        elif isinstance(expression, ast.Subscript):
+            operands = [expression.value]
+            kinds = SEQUENCES
+            if not all(_is_number(part) for part in _bounds(expression.slice)):
+                return False
+        else:
+            return False
+        for operand in operands:
+            seen = self.view.trace.operands.get(Span.of(operand))
+            if not seen or not seen <= set(kinds):
+                return False
+        return True
+
+
+def reads_plainly(module: nn.Module, chain: Iterable[str]) -> bool:
+    """Whether reading `self.<chain>` finds every attribute without running code of a class."""
+    value: Any = module
+    for name in chain:
+        if isinstance(value, nn.Module):
+            cls = original_class(value)
+            lookup = inspect.getattr_static(cls, "__getattr__")
+            if lookup is not nn.Module.__getattr__ or _computes(cls, name):
+                return False
+            value = module_attribute(value, name)
+            if value is MISSING or value is DYNAMIC:
+                return False
+        elif type(value) in (torch.Tensor, nn.Parameter):
+            if name not in METADATA_ATTRS:
+                return False
+            value = getattr(value, name)
+        else:
+            if hasattr(type(value), "__getattr__") or _computes(type(value), name):
+                return False
+            state = getattr(value, "__dict__", {})
+            if name not in state:
+                return False
+            value = state[name]
+    return True
+
+
+def _computes(cls: type, name: str) -> bool:
+    """Whether instances of `cls` find `name` by running code: a property, or a lookup of its own."""
+    lookup = inspect.getattr_static(cls, "__getattribute__")
+    known = getattr(lookup, "__module__", None) == "transformers.configuration_utils"  # renames, no more
+    if lookup is not object.__getattribute__ and not known:
+        return True
+    found = inspect.getattr_static(cls, name, MISSING)
+    plain = (types.FunctionType, staticmethod, classmethod)
+    return found is not MISSING and hasattr(type(found), "__get__") and not isinstance(found, plain)
+
+
+def _value_at(module: nn.Module, chain: Iterable[str]) -> Any:
+    """The value of a chain that `reads_plainly`."""
+    value: Any = module
+    for name in chain:
+        value = module_attribute(value, name) if isinstance(value, nn.Module) else getattr(value, name)
+    return value
+
+
+def _stores_names(target: ast.expr) -> bool:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return all(_stores_names(item) for item in target.elts)
+    if isinstance(target, ast.Starred):
+        return _stores_names(target.value)
+    return isinstance(target, ast.Name)
+
+
+def _bounds(index: ast.expr) -> list[ast.expr]:
+    if isinstance(index, ast.Slice):
+        return [bound for bound in (index.lower, index.upper, index.step) if bound is not None]
+    return [index]
+
+
+def _is_number(expression: ast.expr) -> bool:
+    if isinstance(expression, ast.UnaryOp):
+        expression = expression.operand
+    return isinstance(expression, ast.Constant)
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"

@@ -1,0 +1,171 @@
+"""Forwards put together at random from calls, views, writes, stores and blocks: refused, or equal."""
+
+import copy
+import importlib.util
+import random
+
+import pytest
+import torch
+
+import fusekit as fk
+
+HEAD = """
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8, bias=False)
+        self.c = nn.Linear(8, 8)
+        self.norm = nn.RMSNorm(8)
+        self.act = nn.SiLU()
+        self.inner = nn.Module()
+        self.inner.d = nn.Linear(8, 8)
+        self.scale = 2.0
+        self.kept = []
+
+    def plus(self, t):
+        return t.add_(1)
+
+"""
+
+EXPRESSIONS = [
+    "self.a({t})",
+    "self.b({t})",
+    "self.c({t})",
+    "self.inner.d({t})",
+    "self.norm({t})",
+    "self.act({t})",
+    "self.act(self.a({t})) * self.b({t})",
+    "self.c({t}) * self.act(self.a({t}))",
+    "{t} * self.scale",
+    "{t} + {u}",
+    "{t}[..., :4].repeat_interleave(2, -1)",
+    "{t}.reshape(-1, 8).view({t}.shape)",
+    "{t}.view(-1).view({t}.shape)",
+    "{t}.transpose(0, -2).contiguous().view({t}.shape)",
+    "{t}.detach()",
+    "{t}",
+    "{t}.mul_(0.5)",
+    "self.plus({t})",
+    "F.relu({t}, inplace=True)",
+    "torch.tanh({t})",
+    "{t} if {t}.shape[0] > 1 else {u}",
+    "torch.stack([{t}, {u}])[0]",
+]
+STATEMENTS = [
+    "{t} += 1",
+    "{t}[..., 0] = 1",
+    "{t}[0].mul_(2)",
+    "{t}.reshape(-1).add_(1)",
+    "{t}.view(-1)[:3].zero_()",
+    "torch.add({t}, 1, out={u})",
+    "self.kept.append({t})",
+    "self.scale = self.scale + 1",
+    "n = {t}.shape[0] * 2",
+    "n = {t}.size(-1)",
+    "del n",
+    "pass",
+    "{t}, {u} = {u}, {t}",
+]
+
+
+def program(chooser):
+    names = ["x", "y", "z"]
+
+    def fill(text):
+        return text.format(t=chooser.choice(names), u=chooser.choice(names))
+
+    def block(depth, length):
+        lines = []
+        for _ in range(length):
+            kind = chooser.random()
+            if kind < 0.72:
+                lines.append(
+                    f"{chooser.choice(names)} = {fill(chooser.choice(EXPRESSIONS[:14] * 2 + EXPRESSIONS))}"
+                )
+            elif kind < 0.8:
+                one, two = chooser.sample(["a", "b", "c", "inner.d"], 2)
+                name = chooser.choice(names)
+                lines.append(f"y, z = self.{one}({name}), self.{two}({name})")
+            elif kind < 0.9 or depth > 1:
+                lines.append(fill(chooser.choice(STATEMENTS)))
+            else:
+                head = chooser.choice(
+                    ["if self.scale > 1:", "for _ in range(2):", "with torch.no_grad():", "if self.training:"]
+                )
+                lines.append(head)
+                lines += ["    " + line for line in block(depth + 1, chooser.randint(1, 3))]
+        return lines
+
+    returned = chooser.choice(["x, y, z", "x * 1, y * 1, z * 1", "(x + y) * z,"])
+    lines = ["n = 0", "y = z = x", *block(0, chooser.randint(3, 8)), f"return {returned}"]
+    return lines
+
+
+def module_of(path, seeds):
+    text = HEAD
+    for seed in seeds:
+        lines = program(random.Random(seed))
+        text += f"class Forward{seed}(Base):\n    def forward(self, x):\n"
+        text += "".join(f"        {line}\n" for line in lines) + "\n\n"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(module, x, grad):
+    """Outputs, the input afterwards and gradients, or the kind of the error."""
+    torch.manual_seed(0)
+    leaf = x.clone().requires_grad_(grad)
+    own = leaf * 1
+    try:
+        with torch.set_grad_enabled(grad):
+            outputs = module(own)
+            found = [*outputs, own]
+            if grad:
+                total = sum(out.square().sum() for out in outputs)
+                wanted = [leaf, *module.parameters()]
+                grads = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+                found += grads
+    except (RuntimeError, UnboundLocalError):
+        return RuntimeError
+    return [tensor.detach().clone() for tensor in found]
+
+
+BATCHES, SIZE = 4, 30
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_refused_or_equal(batch, tmp_path):
+    seeds = range(batch * SIZE, (batch + 1) * SIZE)
+    classes = module_of(tmp_path / f"random_forwards_{batch}.py", seeds)
+    fused = 0
+    for seed in seeds:
+        torch.manual_seed(seed)
+        module = getattr(classes, f"Forward{seed}")()
+        twin = copy.deepcopy(module)
+        fused += len(fk.fuse(module).sites)
+        for training in (True, False):
+            for grad in (True, False):
+                for one in (module, twin):
+                    one.train(training)
+                    one.scale = 2.0
+                    one.kept.clear()
+                x = torch.randn(2, 3, 8)
+                want, got = run(twin, x, grad), run(module, x, grad)
+                if want is RuntimeError and got is not RuntimeError:
+                    continue  # a fused forward may go through where the other was forbidden to
+                assert type(got) is type(want), f"Forward{seed}: {got}, {want}"
+                if want is not RuntimeError:
+                    for mine, his in zip(got, want, strict=True):
+                        torch.testing.assert_close(
+                            mine, his, rtol=1e-4, atol=1e-4, equal_nan=True, msg=f"Forward{seed}"
+                        )
+    assert fused > 5  # else nothing was tested
