@@ -73,10 +73,8 @@ def smoke(dtype: torch.dtype, device: str | None, tokens: int, generate: int) ->
         print(f"  {check.what:10} ok={check.ok!s:5} same bits={check.same_bits!s:5} {check.detail}")
     print(f"  fused against unfused logits: largest difference {difference:.3g}; reverted={reverted}")
     if memory.peak is not None:
-        largest = largest_site(plan)
-        print(
-            f"  apply held {memory.peak / MEBIBYTE:.2f} MiB more at its peak; largest site {largest / MEBIBYTE:.2f} MiB"
-        )
+        peak, largest = memory.peak / MEBIBYTE, largest_site(plan) / MEBIBYTE
+        print(f"  apply held {peak:.2f} MiB more at its peak; largest site {largest:.2f} MiB")
     return report.ok and reverted
 
 

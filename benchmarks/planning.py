@@ -78,10 +78,8 @@ def main() -> None:
     print(f"first plan of one layer in the process, building it included: {first:.3f} s")
     for layers in (80, 8, 40, 160):
         built, planned, sites = planning(layers, rounds)
-        print(
-            f"{layers:3} layers: build {built:.3f} s, plan {planned:.3f} s = {planned / built:.2f} of building, "
-            f"{sites} sites"
-        )
+        ratio = f"{planned / built:.2f} of building"
+        print(f"{layers:3} layers: build {built:.3f} s, plan {planned:.3f} s = {ratio}, {sites} sites")
     plain, added = importing(rounds)
     print(f"import torch {plain:.2f} s, import fusekit after it {added:.3f} s")
 

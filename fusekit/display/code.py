@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from fusekit.display.markup import CODE, Html, esc, lines_of, many, tag
-from fusekit.display.theme import COLOURS, TINTS
+from fusekit.display.theme import TINTS, ink
 
 Piece = tuple[str, str]  # a colour's name or "", and the text
 
@@ -71,7 +71,7 @@ def line_html(
         for start, end, inside in _split(at, at + len(text), marks):
             part = esc(text[start - at : end - at])
             if colour:
-                part = tag("span", part, f"color:{COLOURS[colour][0]}", class_=f"fk-{colour}")
+                part = ink(colour, part)
             out.append(Html(f"{mark}{part}</{name}>") if inside and mark else part)
         at += len(text)
     return many(*out)

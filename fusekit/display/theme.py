@@ -1,25 +1,26 @@
 """One theme for everything: colours, and what a trusted page adds to the inline styles.
 
-Every colour has three values. The first, inline, is of middling lightness and has a contrast of
-about 4 on white and on near-black; it is all that an untrusted notebook keeps. The other two, for
-light and dark paper, come with the `<style>`, and only where the paper is known: JupyterLab says so
-on `body` (a media query does not know, it stays light in JupyterLab Dark), VS Code does too, and a
-page of our own follows the reader's `prefers-color-scheme` in ink and paper alike. Asking that
-query anywhere else would write pale ink on the white paper of a page that does not follow it.
+Text has no colour of its own inline: an untrusted notebook keeps nothing else, and no ink reads
+well on white and on near-black at once. Weight tells words apart there. Colours come with
+the `<style>`, one for light and one for dark paper, and only where the paper is known: JupyterLab
+says so on `body` (a media query does not know, it stays light in JupyterLab Dark), VS Code does
+too, and a page of our own follows the reader's `prefers-color-scheme` in ink and paper alike.
+Asking that query anywhere else would write pale ink on the white paper of a page that does not
+follow it.
 """
 
 from collections.abc import Sequence
 
 from fusekit.display.markup import Html, esc, many, tag
 
-COLOURS = {  # name: (on any ground, on light, on dark)
-    "keyword": ("#9f62d8", "#7b30b8", "#c792ea"),
-    "string": ("#2c8a4b", "#1a6b35", "#8fd19e"),
-    "comment": ("#7a828e", "#636b76", "#9aa4b1"),
-    "number": ("#2f7fd0", "#0b5cad", "#82b7f5"),
-    "name": ("#c0603a", "#a0431c", "#f0a781"),  # of a def or a decorator
-    "good": ("#25884a", "#1a6b35", "#8fd19e"),
-    "bad": ("#d0524a", "#b3261e", "#ff9d94"),
+COLOURS = {  # name: (on light, on dark)
+    "keyword": ("#7b30b8", "#c792ea"),
+    "string": ("#1a6b35", "#8fd19e"),
+    "comment": ("#636b76", "#9aa4b1"),
+    "number": ("#0b5cad", "#82b7f5"),
+    "name": ("#a0431c", "#f0a781"),  # of a def or a decorator
+    "good": ("#1a6b35", "#8fd19e"),
+    "bad": ("#b3261e", "#ff9d94"),
 }
 TINTS = {  # of lines and words in a diff, of boxes in a drawing; thin enough for either ground
     "added": "rgba(46,160,67,0.16)",
@@ -31,11 +32,12 @@ TINTS = {  # of lines and words in a diff, of boxes in a drawing; thin enough fo
     "bar-unfused": "rgba(122,130,142,0.75)",
     "bar-fused": "rgba(47,127,208,0.85)",
 }
+PLAIN = {"keyword": "font-weight:600", "comment": "opacity:0.8"}  # where there is no colour
 
 
 def ink(name: str, text: object) -> Html:
-    """`text` in a colour of the theme."""
-    return tag("span", text, f"color:{COLOURS[name][0]}", class_=f"fk-{name}")
+    """`text` in a colour of the theme, where the ground is known."""
+    return tag("span", text, PLAIN.get(name, ""), class_=f"fk-{name}")
 
 
 def verdict(ok: bool, good: str = "ok", bad: str = "failed") -> Html:
@@ -45,7 +47,7 @@ def verdict(ok: bool, good: str = "ok", bad: str = "failed") -> Html:
 
 def notice(*parts: object) -> Html:
     """What must not be overlooked: a framed line."""
-    style = f"margin:4px 0;padding:4px 8px;border-left:3px solid {COLOURS['name'][0]};"
+    style = "margin:4px 0;padding:4px 8px;border-left:3px solid #888888;"
     return tag("div", many(*parts), style + f"background:{TINTS['marked']}")
 
 
@@ -73,11 +75,9 @@ DARK = (
 
 
 def _style() -> str:
-    light = ";".join(f"--fk-{name}:{c[1]}" for name, c in COLOURS.items())
-    dark = ";".join(f"--fk-{name}:{c[2]}" for name, c in COLOURS.items())
-    inks = "".join(
-        f".fusekit .fk-{name}{{color:var(--fk-{name},{c[0]})!important}}" for name, c in COLOURS.items()
-    )
+    light = ";".join(f"--fk-{name}:{c[0]}" for name, c in COLOURS.items())
+    dark = ";".join(f"--fk-{name}:{c[1]}" for name, c in COLOURS.items())
+    inks = "".join(f".fusekit .fk-{name}{{color:var(--fk-{name},inherit)}}" for name in COLOURS)
     mono = "var(--jp-code-font-family,var(--vscode-editor-font-family,ui-monospace,monospace))"
     return (
         f"{_on(LIGHT)}{{{light}}}{_on(DARK)}{{{dark}}}{_on(['body.fk-page'])}{{{light}}}"

@@ -215,6 +215,8 @@ def open_notebook(lab: Lab, new_page: Open) -> Iterator[Open]:
         """`content` is code cells, a notebook or the path of one. `trusted` has the outputs that it brings
         shown with their styles and scripts. `timeout` is for running all cells, in ms."""
         notebook = _notebook(content)
+        # Trust goes by content: what one test signed must not be trusted in another.
+        notebook.metadata["opened_trusted"] = trusted
         name = f"notebook-{time.monotonic_ns()}.ipynb"
         names.append(name)
         nbformat.write(notebook, lab.root / name)
