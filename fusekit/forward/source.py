@@ -82,9 +82,8 @@ def source(module: nn.Module) -> ForwardSource:
 
 
 def original_class(module: nn.Module) -> type:
-    """The class of `module`, or the one it had before fusekit fused it."""
-    cls = type(module)
-    return cls.__dict__.get(ORIGINAL, cls)
+    """The class of `module`, or the one it had before fusekit fused it (and others subclassed that)."""
+    return getattr(type(module), ORIGINAL, type(module))
 
 
 def forward_chain(module: nn.Module, original: bool = False) -> tuple[FunctionType, ...]:

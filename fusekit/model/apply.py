@@ -23,8 +23,7 @@ class Fused(Shown):
 
     def __init__(self, plan: Plan, sites: tuple[Site, ...]):
         self.plan, self.sites = plan, sites
-        self._left = list(sites)
-        self._begun = False  # to revert: an interrupted one is taken up where it stopped
+        self._before = {id(site.module): original_class(site.module) for site in sites}
 
     @property
     def model(self) -> nn.Module:
@@ -32,24 +31,29 @@ class Fused(Shown):
 
     @property
     def reverted(self) -> bool:
-        return not self._left and bool(self.sites)
+        """Whether every site is off again, by `revert()` here or by `fusekit.revert(model)`."""
+        return bool(self.sites) and not self._left()
 
     def revert(self) -> None:
         """Take the sites of this plan off again: same modules, parameters, forward and hooks as before.
 
         Parameters keep their present values. Raises `FusekitError`, with nothing changed, when
-        that was done already or when another tool replaced a forward or a class meanwhile.
+        that was done already or when another tool replaced a forward or a class meanwhile. One
+        that was interrupted is taken up where it stopped.
         """
         if self.reverted:
             raise FusekitError(
                 f"this plan of {self.plan.model_name} is reverted already; apply a plan again first"
             )
-        if self._begun:
-            self._left = [site for site in self._left if site.match in applied_matches(site.module)]
-        changes = _taken_off(self._left)
-        self._begun = True
-        _take_off(changes)
-        self._left.clear()
+        _take_off(_taken_off(self._left()))
+
+    def _left(self) -> list[Site]:
+        return [site for site in self.sites if not self._is_off(site)]
+
+    def _is_off(self, site: Site) -> bool:
+        if site.match in applied_matches(site.module):
+            return False
+        return is_fused(site.module) or type(site.module) is self._before[id(site.module)]
 
     def __enter__(self) -> "Fused":
         return self
@@ -99,6 +103,8 @@ def _change(
     for site in sites:
         if site.match in done:
             raise FusekitError(f"{at}: {site.fusion} is applied already; make a new plan to see what is left")
+    if done and not is_fused(module):
+        raise FusekitError(f"{at}: another tool replaced the class that fusekit gave it; undo that first")
     if "forward" in module.__dict__:
         raise FusekitError(
             f"{at}: another tool put a forward on this instance since the plan was made; plan again"

@@ -37,7 +37,7 @@ def fused_class(cls: type, source: ForwardSource, kernels_name: str, matches: tu
 
     Equal arguments give the same class while it is in use, so that equal layers share one code object.
     """
-    key = (cls, source.function, frozenset(matches))
+    key = (cls, source.chain, frozenset(matches))
     found = _classes.get(key)
     if found is None:
         edits = tuple(sorted(edit for match in matches for edit in match.edits))

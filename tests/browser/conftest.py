@@ -217,7 +217,8 @@ def open_notebook(lab: Lab, new_page: Open) -> Iterator[Open]:
         notebook = _notebook(content)
         # Trust goes by content: what one test signed must not be trusted in another.
         notebook.metadata["opened_trusted"] = trusted
-        name = f"notebook-{time.monotonic_ns()}.ipynb"
+        stem = content.stem if isinstance(content, Path) else "notebook"
+        name = f"{stem}-{len(names)}-{time.monotonic_ns() % 1000}.ipynb" if names else f"{stem}.ipynb"
         names.append(name)
         nbformat.write(notebook, lab.root / name)
         if trusted:

@@ -68,6 +68,20 @@ def test_the_graph_of_a_layer_is_drawn_where_the_notebook_is_trusted(open_notebo
     shot(drawing)
 
 
+def test_the_plan_and_the_diff_of_one_site_can_be_seen_together(open_notebook, shot):
+    """The README's picture is what this test keeps (copied to docs/tour.png)."""
+    page = open_notebook(TOUR, run=False, trusted=True)
+    page.set_viewport_size({"width": 1150, "height": 1000})
+    page.keyboard.press("Control+b")  # the list of files away
+    page.locator("summary", has_text="model.layers.0.self_attn").first.click()
+    page.locator("h2", has_text="What can be fused?").evaluate("h => h.scrollIntoView()")
+    opened = page.locator("details[open]", has_text="merged_qkv").first
+    opened.wait_for()
+    box = opened.bounding_box()
+    assert box is not None and box["y"] + box["height"] < 1000 and box["x"] + box["width"] < 1150
+    shot(page)
+
+
 def test_plan_diff_and_verify_show_themselves_in_a_running_notebook(open_notebook, shot):
     page = open_notebook(
         [

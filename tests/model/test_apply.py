@@ -513,3 +513,12 @@ class Peak(TorchDispatchMode):
                     self._add(tensor)
                     self.most = max(self.most, self.now())
         return out
+
+
+def test_what_was_reverted_through_the_model_is_reverted():
+    model = Model()
+    fused = fk.plan(model).apply()
+    fk.revert(model)
+    assert fused.reverted
+    with pytest.raises(fk.FusekitError, match="reverted already"):
+        fused.revert()

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusekit as fk
 from fusekit import kernels
-from fusekit.model import storage
+from fusekit.model import gradients, storage
 from fusekit.model.lifted import Lifted
 
 
@@ -99,13 +99,13 @@ def test_a_wrong_norm_fails_outputs_gradients_and_its_sites(monkeypatch):
 
 
 def test_a_gradient_that_goes_to_the_wrong_rows_fails(monkeypatch):
-    right = storage.Rows.backward
+    right = gradients.Rows.backward
 
     def swapped(ctx, grad):
         whole, sizes, first, second, *rest = right(ctx, grad)
         return whole, sizes, first, second * 1.01, *rest
 
-    monkeypatch.setattr(storage.Rows, "backward", staticmethod(swapped))
+    monkeypatch.setattr(gradients.Rows, "backward", staticmethod(swapped))
     report = fk.plan(small_llama(), only=["qkv"]).verify(generate=2)
     wrong = {check.name for check in checks(report, "gradients") if not check.ok}
     assert wrong == {f"model.layers.{i}.self_attn.k_proj.weight" for i in (0, 1)}
