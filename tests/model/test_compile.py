@@ -259,8 +259,9 @@ def test_export(strict):
     assert set(program.state_dict) == set(twin.state_dict())
 
 
-def test_hook_put_in_after_it_was_compiled_is_seen_as_little_as_unfused(counter):
-    # torch.compile does not guard on the hooks of modules (skip_nnmodule_hook_guards).
+def test_hook_put_in_after_it_was_compiled_is_seen_where_it_is_seen_unfused(counter):
+    # torch.compile does not guard on the hooks of modules (skip_nnmodule_hook_guards); some versions
+    # of it see them in a fused module all the same.
     model = Model(1)
     twin = copy.deepcopy(model)
     fk.fuse(model)
@@ -269,7 +270,8 @@ def test_hook_put_in_after_it_was_compiled_is_seen_as_little_as_unfused(counter)
     torch.testing.assert_close(*[call(x) for call in compiled])
     for one in (model, twin):
         hook_part(one.layers[0])
-    torch.testing.assert_close(*[call(x) for call in compiled])
+    fused, unfused = (torch.allclose(call(x), one(x)) for call, one in zip(compiled, (model, twin)))
+    assert fused or not unfused
 
 
 def test_inductor():
