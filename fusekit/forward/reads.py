@@ -34,7 +34,12 @@ class Read:
 class _Reads:
     found: tuple[Read, ...]
     complete: bool  # False when attributes are asked for by computed names
-    whole: bool  # `self` itself goes somewhere (a call, a name, `super()`): all of it may be read there
+    bare: tuple[ast.Name, ...]  # `self` itself, or `super`, going somewhere: all may be read there
+
+
+def bare_uses(source: ForwardSource) -> tuple[ast.Name, ...]:
+    """Where the forward hands `self` itself on, or says `super`: what reads there is not seen."""
+    return _reads(source.tree, source.self_name).bare
 
 
 def reads(source: ForwardSource) -> tuple[tuple[Read, ...], bool]:
@@ -49,10 +54,11 @@ def reads(source: ForwardSource) -> tuple[tuple[Read, ...], bool]:
 @functools.lru_cache(maxsize=4096)
 def _reads(tree: ast.FunctionDef, own: str) -> _Reads:
     found: list[Read] = []
-    complete, whole = bool(own), False
+    bare: list[ast.Name] = []
+    complete = bool(own)
 
     def visit(node: ast.AST) -> None:
-        nonlocal complete, whole
+        nonlocal complete
         chain = attribute_chain(node, own)
         if chain:
             assert isinstance(node, ast.Attribute)
@@ -60,7 +66,8 @@ def _reads(tree: ast.FunctionDef, own: str) -> _Reads:
             complete &= not any(name in ("__dict__", "__getattr__", "__getattribute__") for name in chain)
             return
         if isinstance(node, ast.Name):
-            whole |= node.id in (own, "super")
+            if node.id in (own, "super"):
+                bare.append(node)
             complete &= node.id not in ("vars", "locals", "eval", "exec")
         if (
             isinstance(node, ast.Call)
@@ -76,7 +83,7 @@ def _reads(tree: ast.FunctionDef, own: str) -> _Reads:
 
     for statement in tree.body:
         visit(statement)
-    return _Reads(tuple(found), complete, whole)
+    return _Reads(tuple(found), complete, tuple(bare))
 
 
 def attribute_chain(node: ast.AST, root: str) -> tuple[str, ...]:
@@ -150,7 +157,8 @@ def key(
 ) -> Hashable:
     """A key equal for two instances only if what their forward reads is equal.
 
-    Chains in `by_type` count by the type of their value. Raises `Uncachable`.
+    Chains in `by_type` count by the type of their value; the empty chain there says that what reads
+    `self` as a whole does not count. Raises `Uncachable`.
     """
     found = _reads(source.tree, source.self_name)
     if not found.complete or depth > DEPTH:
@@ -161,7 +169,7 @@ def key(
             parts.append((read.chain, describe(resolve(module, read.chain), module, depth)))
         else:
             parts.append((read.chain, type(resolve(module, read.chain))))
-    if found.whole:
+    if found.bare and () not in by_type:
         parts.append(_whole(module, by_type, depth))
     return tuple(parts)
 

@@ -3,36 +3,33 @@
 import ast
 import inspect
 import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-import torch
 import torch.nn as nn
 
-from fusekit import kernels
-from fusekit.errors import FusekitError
 from fusekit.forward import (
     ForwardSource,
     NoSource,
     Span,
-    compile_edited,
     forward_chain,
     original_class,
     source_of,
 )
-from fusekit.forward.reads import Read, Uncachable, describe, global_names, key, reads, resolve
+from fusekit.forward.reads import Uncachable, bare_uses, describe, global_names, key, reads, resolve
 from fusekit.fusions.glu import find_glus
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.merge import find_merges, is_linear_like, sibling_groups
+from fusekit.fusions.reached import linears_in, linears_reached
 from fusekit.fusions.rms_norm import find_norms
 from fusekit.fusions.roles import role
+from fusekit.fusions.trial import try_out
 from fusekit.fusions.view import ForwardView
-from fusekit.tracing import Trace
+from fusekit.tracing import Trace, is_leaf_call
 from fusekit.tracing.inputs import Inputs
-from fusekit.tracing.schema import operator_name
-from fusekit.tracing.trace import run_again, run_trace
+from fusekit.tracing.trace import run_trace
 
 FUSIONS = ("qkv", "kv", "columns", "glu", "rms_norm")
 
@@ -46,6 +43,7 @@ class Analysis:
     matches: tuple[Match, ...] = ()
     objections: tuple[Objection, ...] = ()
     kernels: str = "kernels"  # the name under which the rewritten text calls fusekit.kernels
+    inputs: Inputs | None = None  # what the forward was traced with, None where that was made up
 
 
 NOTHING = Analysis(None, None)
@@ -116,7 +114,8 @@ def _key(
 
 def _without_source(module: nn.Module, error: NoSource) -> Analysis:
     """An objection where there would have been something to look for."""
-    linears = [name for name, child in module.named_children() if is_linear_like(child)]
+    known = {id(linear) for linear in linears_in(module)}
+    linears = [name for name, child in module.named_modules() if id(child) in known]
     if len(linears) < 2 and not _has_norm_shape(module):
         return NOTHING
     fusion = "columns" if len(linears) >= 2 else "rms_norm"
@@ -126,13 +125,10 @@ def _without_source(module: nn.Module, error: NoSource) -> Analysis:
 
 
 def _is_worth_tracing(module: nn.Module, source: ForwardSource) -> bool:
-    """Whether the forward itself calls two linears, or is that of a norm."""
-    linears = set()
-    for read in reads(source)[0]:
-        value = resolve(module, read.chain)
-        if isinstance(value, nn.Module) and is_linear_like(value):
-            linears.add(id(value))
-    return len(linears) >= 2 or (_has_norm_shape(module) and _names_of_norms(module, source))
+    """Whether the forward can call two linears, or is that of a norm."""
+    return len(linears_reached(module, source)) >= 2 or (
+        _has_norm_shape(module) and _names_of_norms(module, source)
+    )
 
 
 def _names_of_norms(module: nn.Module, source: ForwardSource) -> bool:
@@ -148,34 +144,35 @@ def _names_of_norms(module: nn.Module, source: ForwardSource) -> bool:
 
 
 def _has_norm_shape(module: nn.Module) -> bool:
-    """No submodules (but a parametrization's), at most one parameter, and that a vector."""
+    """No submodules (but a parametrization's), at most one parameter, and that a vector or a number."""
     children = [name for name in module._modules if name != "parametrizations"]
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    return not children and len(own) <= 1 and all(parameter.dim() == 1 for parameter in own)
+    return not children and len(own) <= 1 and all(parameter.dim() <= 1 for parameter in own)
 
 
 def _counted_by_type(source: ForwardSource, trace: Trace | None) -> frozenset[tuple[str, ...]]:
-    """Chains whose every read is an argument of a call that the trace did not make.
+    """Chains whose every read is an argument of a call that the trace did not make, or did not open.
 
-    Their values (`layer_idx`, for one) cannot have changed its course.
+    Their values (`layer_idx`, for one) cannot have changed its course. The empty chain is `self`.
     """
     if trace is None:
         return frozenset()
-    skipped = _skipped(source, trace)
+    opaque = _skipped(source, trace)
+    leaves = {node.meta["span"] for node in trace.graph.nodes if is_leaf_call(node) and node.meta["direct"]}
     passed: dict[ast.expr, ast.Call] = {}
     for call in ast.walk(source.tree):
         if isinstance(call, ast.Call):
+            if Span.of(call) in leaves:
+                opaque.add(call)
             for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
                 passed[argument] = call
 
-    def is_opaque(read: Read) -> bool:
-        call = passed.get(read.node)
-        return call is not None and call in skipped
-
+    uses: list[tuple[tuple[str, ...], ast.expr]] = [(read.chain, read.node) for read in reads(source)[0]]
+    uses += [((), name) for name in bare_uses(source)]
     found: dict[tuple[str, ...], bool] = {}
-    for read in reads(source)[0]:
-        found[read.chain] = found.get(read.chain, True) and is_opaque(read)
-    return frozenset(chain for chain, opaque in found.items() if opaque)
+    for chain, node in uses:
+        found[chain] = found.get(chain, True) and passed.get(node) in opaque
+    return frozenset(chain for chain, is_opaque in found.items() if is_opaque)
 
 
 def _skipped(source: ForwardSource, trace: Trace) -> set[ast.AST]:
@@ -198,7 +195,7 @@ def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) ->
     view = ForwardView(module, source, trace)
     name = view.new_name("kernels")
     if not trace.complete:
-        return Analysis(source, trace, (), tuple(_objections_of_partial(view)), name)
+        return Analysis(source, trace, (), tuple(_objections_of_partial(view)), name, inputs)
     matches: list[Match] = []
     objections: list[Objection] = []
     taken: set[str] = set()
@@ -209,9 +206,9 @@ def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) ->
         (matches if isinstance(found, Match) else objections).append(found)  # type: ignore[arg-type]
     checked: list[Match] = []
     for match in matches:
-        tried = _try_out(view, match, name)
+        tried = try_out(view, match, name)
         (checked if isinstance(tried, Match) else objections).append(tried)  # type: ignore[arg-type]
-    return Analysis(source, trace, tuple(checked), tuple(objections), name)
+    return Analysis(source, trace, tuple(checked), tuple(objections), name, inputs)
 
 
 def _objections_of_partial(view: ForwardView) -> list[Objection]:
@@ -231,96 +228,3 @@ def _objections_of_partial(view: ForwardView) -> list[Objection]:
         if len(linears) > 1:
             found.append(Objection("columns", "trace-stopped", stopped.message, stopped.line, tuple(linears)))
     return found
-
-
-def _try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objection:
-    """Run the rewritten forward on meta: nobody may be able to tell its results from the original's.
-
-    Slices of a merged output have other strides than an output of its own, and share memory.
-    Where that shows (a view that they cannot give, an output that is handed out as it is, a
-    reshape that copies and is then written), the slices are copied out: the match is `copied`.
-    """
-    try:
-        function = compile_edited(view.source, match.edits, {kernels_name: kernels})[-1]
-    except NoSource as error:
-        return Objection(match.fusion, error.reason, str(error), error.line, match.parts)
-    except (SyntaxError, FusekitError) as error:
-        why = f"no line can be put where the rewrite needs one ({error})"
-        return Objection(match.fusion, "different-branches", why, match.line, match.parts)
-    wanted = _observed(view.trace)
-    tries = [match]
-    if match.storage:
-        copy = replace(match, copied=True)
-        tries = [copy] if _depends_on_layout(view) else [match, copy]
-    for tried in tries:
-        extra = {match.storage: _stand_in(view, tried)} if match.storage else {}
-        after = run_again(view.module, function, view.trace, extra)
-        if after.complete and _observed(after) == wanted:
-            return tried
-    if after.stopped is not None:
-        why = f"the rewritten forward does not go through: {after.stopped.message}"
-        return Objection(match.fusion, "layout", why, after.stopped.line, match.parts)
-    why = "the rewritten forward gives another shape, dtype or layout"
-    return Objection(match.fusion, "layout", why, match.line, match.parts)
-
-
-def _stand_in(view: ForwardView, match: Match) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """What the merged storage of `match` gives, on meta."""
-    made = {node.target: node.meta["val"] for node in view.trace.graph.nodes if node.op == "call_module"}
-    outputs = [made[part] for part in match.parts]
-    widths: list[int] = [output.shape[-1] for output in outputs]
-
-    def merged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        shape = x.shape[:-1]
-        if match.copied or len({output.dtype for output in outputs}) > 1:  # the latter no instance passes
-            return tuple(x.new_empty(*shape, o.shape[-1], dtype=o.dtype) for o in outputs)
-        return x.new_empty(*shape, sum(widths), dtype=outputs[0].dtype).split(widths, -1)
-
-    return merged
-
-
-def _observed(trace: Trace) -> Any:
-    """What a caller can see of a forward's results: structure, shapes, strides, dtypes, shared storage."""
-    output = next(node for node in trace.graph.nodes if node.op == "output")
-    inputs = [node for node in trace.graph.nodes if node.op == "placeholder"]
-    storages: dict[int, int] = {}
-
-    def describe(node: torch.fx.Node) -> Any:
-        value = node.meta["val"]
-        if not isinstance(value, torch.Tensor):
-            return str(type(value))
-        place = storages.setdefault(value.untyped_storage()._cdata, len(storages))
-        return tuple(value.shape), value.stride(), value.dtype, place
-
-    torch.fx.node.map_arg(tuple(inputs), describe)
-    return torch.fx.node.map_arg(output.args[0], describe)
-
-
-# What tells a slice from a tensor of its own, though both hold the same values.
-LAYOUT = frozenset(
-    {"as_strided", "data_ptr", "is_contiguous", "numpy", "set_", "storage", "storage_offset", "stride"}
-    | {"untyped_storage", "_typed_storage", "_base", "_is_view", "__array__", "__dlpack__"}
-)
-
-
-def _depends_on_layout(view: ForwardView) -> bool:
-    """Whether a forward may write into a tensor, store one, or ask how one lies in memory.
-
-    Then what is a view of an output must stay one: a reshape of a slice is a copy.
-    """
-    if any(node.meta.get("written") or operator_name(node) in LAYOUT for node in view.trace.graph.nodes):
-        return True
-    for node in ast.walk(view.source.tree):
-        if isinstance(node, ast.Attribute) and node.attr in LAYOUT:
-            return True
-        if isinstance(node, ast.AugAssign):
-            return True
-        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
-            return True
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            if name.endswith("_") and not name.endswith("__"):
-                return True
-            if any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
-                return True
-    return False

@@ -19,7 +19,7 @@ REASONS: dict[str, str] = {
     "input-rebound": "the name of the input is stored again between the parts",
     "input-written": "the input is written between the parts",
     "instance-forward": "another tool put a forward on the instance",
-    "layout": "the forward asks for a layout that a slice of the merged output does not have",
+    "layout": "a part lies in memory, or its output is used, in a way that merging would change",
     "module-escapes": "a part is used other than by a plain call",
     "no-source": "there is no source text for the code that runs",
     "not-this-function": "it looks like the fused function, and is not exactly that",

@@ -109,7 +109,7 @@ def _change(
         raise FusekitError(
             f"{at}: another tool put a forward on this instance since the plan was made; plan again"
         )
-    now = analyse(module)
+    now = analyse(module, first.analysis.inputs)
     for site in sites:
         if site.match not in now.matches:
             raise FusekitError(
@@ -144,9 +144,9 @@ def _taken_off(left: Iterable[Site]) -> list[tuple[nn.Module, type, tuple[Match,
         rest = tuple(match for match in applied_matches(module) if match not in off)
         cls = original_class(module)
         if rest:
-            now = analyse(module)
-            assert now.source is not None
-            cls = fused_class(cls, now.source, now.kernels, rest)
+            known = sites[0].analysis
+            assert known.source is not None
+            cls = fused_class(cls, known.source, known.kernels, rest)
         changes.append((module, cls, off))
     return changes
 

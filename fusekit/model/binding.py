@@ -8,6 +8,7 @@ import copyreg
 import weakref
 from typing import Any
 
+import torch
 import torch.nn as nn
 
 from fusekit import kernels
@@ -15,7 +16,7 @@ from fusekit.errors import FusekitError
 from fusekit.forward import Edit, ForwardSource, compile_edited, original_class
 from fusekit.forward.source import ORIGINAL
 from fusekit.fusions import Match
-from fusekit.model.storage import MergedLinear
+from fusekit.model.storage import MergedLinear, alone
 
 MATCHES = "_fusekit_matches"
 
@@ -62,6 +63,7 @@ def _make_class(
         names |= {
             "_apply": _apply_and_settle,
             "_load_from_state_dict": _load_and_settle,
+            "state_dict": _state_dict_apart,
             "_replicate_for_data_parallel": _replicate_as_original,
         }
     own_copy = getattr(cls, "__deepcopy__", None)
@@ -112,6 +114,22 @@ def _load_and_settle(self: nn.Module, state_dict: Any, prefix: str, local_metada
         for storage in storages(self):
             storage.pending = True
     _next_in_line(self)._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def _state_dict_apart(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The state dict, its tensors in the same memory as ever, each as a storage of its own.
+
+    Savers take tensors of one storage for one tensor, and would keep the first.
+    """
+    result = _next_in_line(self).state_dict(*args, **kwargs)
+    prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+    for storage in storages(self):
+        for path in storage.paths:
+            for name in ("weight", "bias"):
+                tensor = result.get(f"{prefix}{path}.{name}")
+                if type(tensor) is torch.Tensor and storage.holds(tensor):
+                    result[f"{prefix}{path}.{name}"] = alone(tensor)
+    return result
 
 
 def _reduce_as_original(self: nn.Module, protocol: int) -> Any:

@@ -153,6 +153,8 @@ def _parameter_objection(path: str, parameter: Any, uses: Uses) -> Found:
     if parameter.is_inference():
         why = f"{path} was made under torch.inference_mode(); build or load the model outside of it"
         return "inference-tensor", why
+    if not parameter.is_contiguous():
+        return "layout", f"{path} is not contiguous: fusing and reverting would lay it out anew"
     if uses.parameters[id(parameter)] > 1:
         return "tied", f"{path} is tied: another module uses it too"
     if parameter.device.type == "cpu" and parameter.is_shared():

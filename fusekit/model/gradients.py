@@ -28,7 +28,8 @@ class Slices(torch.autograd.Function):
 
     So writing into one in place neither is forbidden, as it is for what `split` gives, nor spoils
     what autograd saved of another. `checked` are weights whose rows backward reads: written since,
-    they raise, as they would for the linear that they belong to.
+    they raise, as they would for the linear that they belong to. `frozen` are the numbers of the
+    parts that nothing asks a gradient of: their outputs ask for none.
     """
 
     @staticmethod
@@ -38,11 +39,14 @@ class Slices(torch.autograd.Function):
         slices: Callable[[torch.Tensor], list[torch.Tensor]],
         sizes: tuple[int, ...],
         checked: list[torch.Tensor],
+        frozen: list[int],
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.sizes = sizes
         ctx.checked = [(weight, weight._version) for weight in checked]
-        return tuple(piece.data for piece in slices(out))
+        pieces = tuple(piece.data for piece in slices(out))
+        ctx.mark_non_differentiable(*(pieces[number] for number in frozen))
+        return pieces
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -55,9 +59,9 @@ class Slices(torch.autograd.Function):
                 )
         given = next((grad for grad in grads if grad is not None), None)
         if given is None:
-            return None, None, None, None
+            return None, None, None, None, None
         pieces = [
             given.new_zeros(*given.shape[:-1], size) if grad is None else grad
             for grad, size in zip(grads, ctx.sizes, strict=True)
         ]
-        return torch.cat(pieces, -1), None, None, None
+        return torch.cat(pieces, -1), None, None, None, None

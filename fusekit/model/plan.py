@@ -3,11 +3,13 @@
 import difflib
 import fnmatch
 import functools
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn as nn
 
 from fusekit.errors import FusekitError
@@ -199,8 +201,10 @@ def plan(
 
     Needs neither weights nor example inputs, and works on the meta device. `inputs`, where given, are
     the keyword arguments that the model is called with (a dict), a tuple of positional ones, or a
-    tensor; only shapes and dtypes count, and each module is then looked at with what it would be
-    called with. `only` and `exclude`
+    tensor; only shapes and dtypes count. Each module is then looked at with what it would be called
+    with.
+
+    `only` and `exclude`
     name fusions (`qkv`, `kv`, `columns`, `glu`, `rms_norm`), `layers` are patterns of
     module paths as in `fnmatch`; a pattern takes everything under what it matches. A module that
     is used in several places is named by the first, as `named_modules()` does.
@@ -223,11 +227,14 @@ def plan(
     for name, analysis in analyses.items():
         module = modules[name]
         done = applied_matches(module)
+        applied += [
+            Site(name, match.fusion, match.parts, module, match, analysis, True)
+            for match in done
+            if match.fusion in wanted
+        ]
+        taken = {part for match in done for part in match.parts}
         for match in analysis.matches:
-            if match.fusion not in wanted:
-                continue
-            if match in done:
-                applied.append(Site(name, match.fusion, match.parts, module, match, analysis, True))
+            if match.fusion not in wanted or match in done or taken & set(match.parts):
                 continue
             refusal = refusal_of(name, module, analysis, match, uses)
             if refusal:
@@ -243,9 +250,24 @@ def plan(
 def _inputs_by_module(model: nn.Module, inputs: Any) -> dict[str, Inputs]:
     if inputs is None:
         return {}
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(inputs, Mapping):
-        return inputs_of_modules(model, (), dict(inputs))
-    return inputs_of_modules(model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
+        kwargs = dict(inputs)
+    elif isinstance(inputs, (tuple, list)):
+        args = tuple(inputs)
+    elif isinstance(inputs, torch.Tensor):
+        args = (inputs,)
+    else:
+        raise FusekitError(
+            "plan(inputs=...) takes a dict of keyword arguments, a tuple or a tensor, not "
+            f"{type(inputs).__name__}"
+        )
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise FusekitError(f"{type(model).__name__} cannot be called with these inputs: {error}") from None
+    return inputs_of_modules(model, args, kwargs)
 
 
 def _fusions(names: Iterable[str] | str | None, default: Iterable[str]) -> set[str]:

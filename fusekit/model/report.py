@@ -8,6 +8,8 @@ from fusekit.shown import Shown
 if TYPE_CHECKING:
     import pandas
 
+CHECKS = ("outputs", "gradients", "state dict", "top-1", "generation", "site")
+
 
 @dataclass(frozen=True)
 class Check:
@@ -43,7 +45,10 @@ class LayerError:
 
 @dataclass(frozen=True)
 class NotRun:
-    """A check that was left out, and why; `asked` when the caller left it out on purpose."""
+    """Checks that were left out for one reason; `asked` when the caller left them out on purpose.
+
+    `what` names them (`outputs, gradients`), or is `all checks`.
+    """
 
     what: str
     reason: str

@@ -1,5 +1,9 @@
-"""Running one version of a model: what it gave, and what its modules were called with."""
+"""Running one version of a model: what it gave, and what its modules were called with.
 
+What fails is kept as a line of text and not raised: whose fault it is, the caller knows.
+"""
+
+import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,25 +15,68 @@ from fusekit.tracing.recorder import tensors_in
 
 SEED = 20
 Gradients = dict[str, torch.Tensor]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass
 class Run:
-    """What one version of a model gave: floating outputs, gradients by parameter, layers by name, logits."""
+    """What one version of a model gave: floating outputs, gradients by parameter, layers by name, logits.
+
+    `failed` says why there is nothing of it, `no_gradients` why there are no gradients only.
+    """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: Gradients = field(default_factory=dict)
     layers: dict[str, torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor | None = None
+    failed: str = ""
+    no_gradients: str = ""
+
+
+@dataclass
+class Text:
+    """Prompt and generated tokens, shape [batch, length], or why there are none."""
+
+    ids: torch.Tensor | None = None
+    failed: str = ""
+
+
+def said(error: Exception) -> str:
+    """Type and first line of an error, for a report."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
 def run(model: nn.Module, inputs: dict[str, Any], layers: list[str], gradients: bool) -> Run:
     """One call of `model`, the outputs of `layers` kept, and backward where `gradients` are wanted."""
+    no_gradients = ""
+    if gradients:
+        try:
+            with torch.enable_grad():
+                found, tensors = _forward(model, inputs, layers)
+        except Exception as error:  # a forward that writes into a parameter runs without gradients only
+            no_gradients = said(error)
+        else:
+            try:
+                found.gradients = _backward(model, tensors)
+            except Exception as error:
+                found.no_gradients = said(error)
+            return found
+    try:
+        with torch.no_grad():
+            found, _ = _forward(model, inputs, layers)
+    except Exception as error:
+        return Run(failed=said(error))
+    found.no_gradients = no_gradients
+    return found
+
+
+def _forward(model: nn.Module, inputs: dict[str, Any], layers: list[str]) -> tuple[Run, list[torch.Tensor]]:
+    """The run without its gradients, and the tensors to call backward on."""
     found = Run()
     hooks = [model.get_submodule(name).register_forward_hook(_keep(found.layers, name)) for name in layers]
     try:
-        with torch.set_grad_enabled(gradients):
-            result = model(**inputs)
+        result = model(**copy.deepcopy(inputs))  # a cache among them would grow from run to run
     finally:
         for hook in hooks:
             hook.remove()
@@ -37,9 +84,7 @@ def run(model: nn.Module, inputs: dict[str, Any], layers: list[str], gradients: 
     found.outputs = [tensor.detach().clone() for tensor in tensors]
     logits = getattr(result, "logits", None)
     found.logits = logits.detach() if isinstance(logits, torch.Tensor) else None
-    if gradients:
-        found.gradients = _backward(model, tensors)
-    return found
+    return found, tensors
 
 
 def _backward(model: nn.Module, tensors: list[torch.Tensor]) -> Gradients:
@@ -50,26 +95,53 @@ def _backward(model: nn.Module, tensors: list[torch.Tensor]) -> Gradients:
         if tensor.requires_grad:
             weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             total = total + (tensor * weights.to(tensor)).sum()
-    if isinstance(total, torch.Tensor):
-        total.backward()
     found: Gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name] = parameter.grad.detach().clone()
-        parameter.grad = None
+    try:
+        if isinstance(total, torch.Tensor):
+            total.backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad.detach().clone()
+    finally:
+        model.zero_grad(set_to_none=True)
     return found
 
 
-def generated(model: Any, inputs: dict[str, Any], tokens: int) -> torch.Tensor | None:
-    """`tokens` more tokens, greedy, shape [batch, length + tokens]; None for a model that generates none."""
-    if not generates(model) or "input_ids" not in inputs:
-        return None
+# -- generation -------------------------------------------------------------------------------
+
+
+def generated(model: Any, inputs: dict[str, Any], tokens: int) -> Text:
+    """`tokens` more tokens than `input_ids`, greedy."""
     ids = inputs["input_ids"]
-    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    mask = inputs.get("attention_mask")
+    try:
+        with torch.no_grad():
+            return Text(
+                model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids) if mask is None else mask,
+                    max_new_tokens=tokens,
+                    min_new_tokens=tokens,
+                    do_sample=False,
+                )
+            )
+    except Exception as error:
+        return Text(failed=said(error))
+
+
+def next_logits(model: Any, inputs: dict[str, Any], row: int, before: torch.Tensor) -> torch.Tensor:
+    """Logits of the token after `before`, the tokens of sequence `row` so far, shape [vocabulary]."""
+    ids, mask = inputs["input_ids"][row : row + 1], inputs.get("attention_mask")
+    given: dict[str, Any] = {} if mask is None else {"attention_mask": mask[row : row + 1]}
+    if getattr(model.config, "is_encoder_decoder", False):
+        given |= {"input_ids": ids, "decoder_input_ids": before[None]}
+    else:
+        given["input_ids"] = before[None]
+        if mask is not None:
+            more = before.shape[0] - mask.shape[1]
+            given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, more), value=1)
     with torch.no_grad():
-        return model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-        )
+        return model(**given).logits[0, -1]
 
 
 def generates(model: nn.Module) -> bool:
@@ -78,16 +150,17 @@ def generates(model: nn.Module) -> bool:
     return callable(ask) and bool(ask()) and hasattr(model, "generate")
 
 
-def captured(
-    model: nn.Module, names: Collection[str], inputs: dict[str, Any]
-) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+# -- calls of modules -------------------------------------------------------------------------
+
+
+def captured(model: nn.Module, names: Collection[str], inputs: dict[str, Any]) -> dict[str, Call]:
     """(args, kwargs) that each module of `names` is called with first, when `model` is called."""
-    found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    found: dict[str, Call] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if name not in found:
-                found[name] = (_detached(args), _detached(kwargs))
+                found[name] = copy.deepcopy((args, kwargs))
 
         return hook
 
@@ -96,11 +169,18 @@ def captured(
     ]
     try:
         with torch.no_grad():
-            model(**inputs)
+            model(**copy.deepcopy(inputs))
     finally:
         for hook in hooks:
             hook.remove()
     return found
+
+
+def first_output(module: nn.Module, call: Call) -> torch.Tensor | None:
+    """The first floating tensor that a module returns, None where there is none."""
+    args, kwargs = copy.deepcopy(call)
+    with torch.no_grad():
+        return next(iter(floating(module(*args, **kwargs))), None)
 
 
 def _keep(kept: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
@@ -126,10 +206,6 @@ def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     if type(value) is dict:
         return {name: with_tensors(item, change) for name, item in value.items()}
     return value
-
-
-def _detached(value: Any) -> Any:
-    return with_tensors(value, lambda tensor: tensor.detach().clone())
 
 
 def as_double(value: Any) -> Any:

@@ -61,7 +61,9 @@ class MergedLinear:
         if torch.compiler.is_compiling():
             if not self._is_tied_for_real() or not self._is_same():
                 return self._apart(x)
-            return tuple(self._slices(F.linear(x, *self._whole())))
+            frozen = self._frozen(x)
+            pieces = self._slices(F.linear(x, *self._whole()))
+            return tuple([p.detach() if i in frozen else p for i, p in enumerate(pieces)])
         if self.pending:
             self.settle()
         if not isinstance(x, torch.Tensor) or _is_transformed() or not self.is_tied():
@@ -70,8 +72,15 @@ class MergedLinear:
         if torch.is_grad_enabled() and out.requires_grad:
             weights = [row[1] for row in self._rows]
             checked = weights if x.requires_grad else []  # a plain linear, too, saves its weight only then
-            return Slices.apply(out, self._slices, self.sizes, checked)
+            return Slices.apply(out, self._slices, self.sizes, checked, self._frozen(x))
         return tuple(piece.data for piece in self._slices(out))
+
+    def _frozen(self, x: torch.Tensor) -> list[int]:
+        """Numbers of the parts whose output asks for no gradient: nothing that it is made of does."""
+        if x.requires_grad:
+            return []
+        trained = [w.requires_grad or (b is not None and b.requires_grad) for _, w, b, *_ in self._rows]
+        return [number for number, one in enumerate(trained) if not one]
 
     def _apart(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         made = {path: self._part(path)(x) for path in self.order}
@@ -219,9 +228,13 @@ class MergedLinear:
                 modules = module._modules
         return tuple(found.values())
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the merged storage."""
+        shared = {_storage(whole) for whole in (self.weight, self.bias) if whole is not None}
+        return _storage(tensor) in shared
+
     def untie(self) -> None:
         """Give each part's parameters a storage of their own again, with their present values."""
-        shared = {_storage(tensor) for tensor in (self.weight, self.bias) if tensor is not None}
         # A part that was replaced or wrapped meanwhile lives on elsewhere, with its rows: both count.
         parameters = [parameter for row in self._rows for parameter in row[1:3]]
         for part in self._present():
@@ -229,7 +242,7 @@ class MergedLinear:
                 parameters += part._parameters.values()
         with torch.inference_mode(False), torch.no_grad():
             for parameter in parameters:
-                if parameter is not None and _storage(parameter) in shared:
+                if parameter is not None and self.holds(parameter):
                     parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self.weight = self.bias = None
         self._rows = ()
@@ -298,6 +311,14 @@ def _real_check(storage: MergedLinear) -> Callable[[], bool]:
     # What torch.compiler.assume_constant_result does, which would import all of Dynamo here.
     check._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return check
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own; `tensor` itself where that cannot be (on meta, say)."""
+    try:
+        return torch.from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError):
+        return tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -144,3 +144,47 @@ def test_instances_that_read_other_values_are_decided_apart():
     broken = fk.plan(Reads(True, 3))  # 56 numbers are no rows of 3
     assert broken.sites == () and broken.refusals[0].reason == "trace-stopped"
     assert len(fk.plan(Reads(False, 3)).sites) == 1
+
+
+class Cross(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, context=None):
+        context = x if context is None else context
+        k, v = self.k(context), self.v(context)
+        return nn.functional.scaled_dot_product_attention(self.q(x), k, v)
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cross = Cross()
+
+    def forward(self, x, context):
+        return self.cross(x, context=context)
+
+
+def test_a_plan_made_with_inputs_is_applied_verified_and_reverted():
+    model, inputs = Decoder(), {"x": torch.randn(2, 3, 8), "context": torch.randn(2, 5, 8)}
+    plan = fk.plan(model, inputs)
+    assert [(site.name, site.fusion, site.parts) for site in plan.sites] == [("cross", "kv", ("k", "v"))]
+    assert plan.verify(inputs, skip=("top-1", "generation")).ok
+    want = model(**inputs)
+    fused = plan.apply()
+    torch.testing.assert_close(model(**inputs), want)
+    for again in (fk.plan(model), fk.plan(model, inputs)):
+        assert [(site.name, site.fusion) for site in again.applied] == [("cross", "kv")]
+        assert again.sites == ()
+    fused.revert()
+    assert type(model.cross) is Cross
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [({"y": torch.ones(2, 3, 8)}, "cannot be called with these inputs: missing.*'x'"), (3, "takes a dict.*not int")],
+)
+def test_inputs_that_the_model_cannot_be_called_with_are_an_error(inputs, message):
+    with pytest.raises(fk.FusekitError, match=message):
+        fk.plan(Model(), inputs)

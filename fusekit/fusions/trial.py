@@ -1,0 +1,165 @@
+"""Trying a rewrite out on meta before it is offered: can anybody tell its results from the original's?"""
+
+import ast
+from collections.abc import Callable
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from fusekit import kernels
+from fusekit.errors import FusekitError
+from fusekit.forward import NoSource, compile_edited
+from fusekit.fusions.match import Match, Objection
+from fusekit.fusions.view import ForwardView
+from fusekit.tracing import Trace
+from fusekit.tracing.schema import operator_name
+from fusekit.tracing.trace import run_again
+
+
+def try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objection:
+    """Run the rewritten forward on meta: nobody may be able to tell its results from the original's.
+
+    Slices of a merged output have other strides than an output of its own, and share memory.
+    Where that shows (a view that they cannot give, an output that is handed out as it is, a
+    reshape that copies and is then written), the slices are copied out: the match is `copied`.
+    """
+    try:
+        function = compile_edited(view.source, match.edits, {kernels_name: kernels})[-1]
+    except NoSource as error:
+        return Objection(match.fusion, error.reason, str(error), error.line, match.parts)
+    except (SyntaxError, FusekitError) as error:
+        why = f"no line can be put where the rewrite needs one ({error})"
+        return Objection(match.fusion, "different-branches", why, match.line, match.parts)
+    tries = [match]
+    if match.storage:
+        copy = replace(match, copied=True)
+        tries = [copy] if _depends_on_layout(view) or _has_unseen_view(view) else [match, copy]
+    befores = [view.trace, *(_other_ranks(view) if match.storage else ())]
+    for tried in tries:
+        extra = {match.storage: _stand_in(view, tried)} if match.storage else {}
+        failed = _first_failure(view, function, befores, extra)
+        if failed is None:
+            return tried
+    stopped = failed.stopped if failed is not None else None
+    if stopped is not None:
+        why = f"the rewritten forward does not go through: {stopped.message}"
+        return Objection(match.fusion, "layout", why, stopped.line, match.parts)
+    why = "the rewritten forward gives another shape, dtype or layout"
+    return Objection(match.fusion, "layout", why, match.line, match.parts)
+
+
+def _first_failure(
+    view: ForwardView, function: FunctionType, befores: list[Trace], extra: dict[str, Any]
+) -> Trace | None:
+    """The trace of the rewritten forward that does not give what the original gave on the same inputs."""
+    for before in befores:
+        after = run_again(view.module, function, before, extra)
+        if not after.complete or _observed(after) != _observed(before):
+            return after
+    return None
+
+
+VIEWS = frozenset({"view", "view_as"})  # may be refused to a slice where an output of its own could give them
+
+
+def _has_unseen_view(view: ForwardView) -> bool:
+    """Whether the forward holds a view that the trace did not come by: in a branch not taken, say."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in VIEWS
+        and not view.nodes_at.get(node)
+        for node in ast.walk(view.source.tree)
+    )
+
+
+def _other_ranks(view: ForwardView) -> list[Trace]:
+    """The original forward on inputs of one dimension less and more, where it views and goes through.
+
+    `q.view(b, t, -1)` splits nothing of [b, t, d], and joins dimensions of [b, t, h, d].
+    """
+    if not any(operator_name(node) in VIEWS for node in view.trace.graph.nodes):
+        return []
+    original: FunctionType = view.source.chain[-1]
+    found = []
+    for change in (lambda x: x.flatten(0, 1), lambda x: x.new_empty(3, *x.shape)):
+        args, kwargs = _with_ranks(view.trace.inputs, change)
+        other = run_again(view.module, original, replace(view.trace, inputs=(args, kwargs)), {})
+        if other.complete:
+            found.append(other)
+    return found
+
+
+def _with_ranks(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Nested inputs with every floating tensor of three dimensions changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.dim() == 3 and value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_with_ranks(item, change) for item in value)
+    if type(value) is dict:
+        return {name: _with_ranks(item, change) for name, item in value.items()}
+    return value
+
+
+def _stand_in(view: ForwardView, match: Match) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """What the merged storage of `match` gives, on meta."""
+    made = {node.target: node.meta["val"] for node in view.trace.graph.nodes if node.op == "call_module"}
+    outputs = [made[part] for part in match.parts]
+    widths: list[int] = [output.shape[-1] for output in outputs]
+
+    def merged(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        shape = x.shape[:-1]
+        if match.copied or len({output.dtype for output in outputs}) > 1:  # the latter no instance passes
+            return tuple(x.new_empty(*shape, o.shape[-1], dtype=o.dtype) for o in outputs)
+        return x.new_empty(*shape, sum(widths), dtype=outputs[0].dtype).split(widths, -1)
+
+    return merged
+
+
+def _observed(trace: Trace) -> Any:
+    """What a caller can see of a forward's results: structure, shapes, strides, dtypes, shared storage."""
+    output = next(node for node in trace.graph.nodes if node.op == "output")
+    inputs = [node for node in trace.graph.nodes if node.op == "placeholder"]
+    storages: dict[int, int] = {}
+
+    def describe(node: torch.fx.Node) -> Any:
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return str(type(value))
+        place = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+        return tuple(value.shape), value.stride(), value.dtype, place
+
+    torch.fx.node.map_arg(tuple(inputs), describe)
+    return torch.fx.node.map_arg(output.args[0], describe)
+
+
+# What tells a slice from a tensor of its own, though both hold the same values.
+LAYOUT = frozenset(
+    {"as_strided", "data_ptr", "is_contiguous", "numpy", "set_", "storage", "storage_offset", "stride"}
+    | {"untyped_storage", "_typed_storage", "_base", "_is_view", "__array__", "__dlpack__"}
+)
+
+
+def _depends_on_layout(view: ForwardView) -> bool:
+    """Whether a forward may write into a tensor, store one, or ask how one lies in memory.
+
+    Then what is a view of an output must stay one: a reshape of a slice is a copy.
+    """
+    if any(node.meta.get("written") or operator_name(node) in LAYOUT for node in view.trace.graph.nodes):
+        return True
+    for node in ast.walk(view.source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in LAYOUT:
+            return True
+        if isinstance(node, ast.AugAssign):
+            return True
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if name.endswith("_") and not name.endswith("__"):
+                return True
+            if any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
+                return True
+    return False

@@ -1,0 +1,60 @@
+"""A rewrite is tried out: what an output of its own can give and a slice cannot is no surprise later."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+
+import fusekit as fk
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 6), nn.Linear(8, 6)
+
+
+class ViewsByRank(Pair):
+    """At three dimensions the view splits nothing; at four it joins two."""
+
+    def forward(self, x):
+        q = self.q(x)
+        k = self.k(x)
+        return q.view(x.shape[0], x.shape[1], -1) * k.view(x.shape[0], x.shape[1], -1)
+
+
+class ViewsInABranch(Pair):
+    def forward(self, x, flat=False):
+        q, k = self.q(x), self.k(x)
+        if flat:
+            return q.view(x.shape[0], -1) * k.view(x.shape[0], -1)
+        return q * k
+
+
+class SplitsTheLast(Pair):
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        return q.view(*x.shape[:-1], 2, 3) * k.view(*x.shape[:-1], 2, 3)
+
+
+def same(model, *inputs, **options):
+    twin = copy.deepcopy(model)
+    with fk.plan(model).apply() as fused:
+        torch.testing.assert_close(model(*inputs, **options), twin(*inputs, **options))
+    return fused.sites[0].match
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 8), (2, 3, 4, 8), (5, 4, 8)])
+def test_a_view_that_another_rank_joins_is_right_at_every_rank(shape):
+    assert same(ViewsByRank(), torch.randn(shape)).copied
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_view_in_a_branch_that_the_trace_did_not_take_is_right_when_it_is(flat):
+    assert same(ViewsInABranch(), torch.randn(2, 5, 8), flat=flat).copied
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 4, 8), (8,)])
+def test_a_view_that_only_splits_the_last_dimension_needs_no_copy(shape):
+    assert not same(SplitsTheLast(), torch.randn(shape)).copied
