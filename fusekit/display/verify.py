@@ -49,7 +49,7 @@ def _verdict(report: VerifyReport) -> str:
         return "fused equals unfused within what float64 allows: ok"
     bad = [check for check in report.checks if not check.ok]
     if not bad:
-        missing = ", ".join(one.what for one in report.not_run if not one.asked)
+        missing = ", ".join(dict.fromkeys(one.what for one in report.not_run if not one.asked))
         return f"UNDECIDED: every check that ran passed, but some could not be run ({missing})"
     what = dict.fromkeys(check.what for check in bad)
     return f"FAILED: {len(bad)} of {count(len(report.checks), 'check')} ({', '.join(what)})"

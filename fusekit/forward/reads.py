@@ -240,6 +240,9 @@ def _describe(value: Any, owner: nn.Module, depth: int) -> Hashable:
         return _method(value, owner, depth)
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
         return _Same(value)
+    if type(value) is functools.partial:
+        inner = (value.func, value.args, value.keywords)
+        return functools.partial, tuple(describe(item, owner, depth + 1) for item in inner)
     return _described_object(value, owner, depth)
 
 
@@ -266,7 +269,19 @@ def _settings(value: Any, owner: nn.Module, depth: int) -> Hashable:
     if not isinstance(state, dict) or len(state) > LONG or type(value).__module__ == "builtins":
         return _Same(value)
     items = tuple((name, describe(item, owner, depth)) for name, item in state.items())
-    return (type(value) if _is_plain_data(state) else _Same(value)), items
+    return (type(value) if _holds_all(value, state) else _Same(value)), items
+
+
+class _Bare:
+    """An object whose attributes are all that it holds."""
+
+
+def _holds_all(value: Any, state: dict[str, Any]) -> bool:
+    """Whether equal attributes make equal objects: plain data in `__dict__`, and nothing beside it.
+
+    A `functools.partial` holds its function in fields of its own, a class with slots its values.
+    """
+    return type(value).__basicsize__ == _Bare.__basicsize__ and _is_plain_data(state)
 
 
 def _is_plain_data(value: Any, depth: int = 0) -> bool:

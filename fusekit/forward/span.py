@@ -18,15 +18,10 @@ class Span:
     end_column: int
 
     @classmethod
-    def of(cls, node: ast.expr | ast.stmt) -> "Span":
+    def of(cls, node: ast.expr | ast.stmt | ast.arg) -> "Span":
         """The span of an AST node that came from a parse."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return cls(node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-
-    def contains(self, other: "Span") -> bool:
-        return (self.line, self.column) <= (other.line, other.column) and (
-            (other.end_line, other.end_column) <= (self.end_line, self.end_column)
-        )
 
 
 def lines_of(text: str) -> list[str]:

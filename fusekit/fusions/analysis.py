@@ -18,10 +18,10 @@ from fusekit.forward import (
     original_class,
     source_of,
 )
-from fusekit.forward.reads import Uncachable, bare_uses, describe, global_names, key, reads, resolve
+from fusekit.forward.reads import Uncachable, bare_uses, describe, global_names, key, reads
 from fusekit.fusions.glu import find_glus
 from fusekit.fusions.match import Match, Objection
-from fusekit.fusions.merge import find_merges, is_linear_like, sibling_groups
+from fusekit.fusions.merge import find_merges, sibling_groups
 from fusekit.fusions.reached import linears_in, linears_reached
 from fusekit.fusions.rms_norm import find_norms
 from fusekit.fusions.roles import role
@@ -221,10 +221,8 @@ def _objections_of_partial(view: ForwardView) -> list[Objection]:
         parts = tuple(str(node.target) for node in ordered)
         found.append(Objection(fusion, "trace-stopped", stopped.message, stopped.line, parts))
     if not found:
-        seen = {id(resolve(view.module, read.chain)) for read in reads(view.source)[0]}
-        linears = [
-            n for n, child in view.module.named_children() if is_linear_like(child) and id(child) in seen
-        ]
+        reached = linears_reached(view.module, view.source)
+        linears = tuple(name for name, child in view.module.named_modules() if id(child) in reached)
         if len(linears) > 1:
-            found.append(Objection("columns", "trace-stopped", stopped.message, stopped.line, tuple(linears)))
+            found.append(Objection("columns", "trace-stopped", stopped.message, stopped.line, linears))
     return found

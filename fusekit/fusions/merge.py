@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import fx
 
 from fusekit.forward import Edit, Span
+from fusekit.forward.reads import attribute_chain
 from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.prover import Proof, movable
 from fusekit.fusions.roles import attention_operands, role, sources
@@ -19,11 +20,12 @@ from fusekit.fusions.view import ForwardView
 def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objection]:
     """A match or an objection for each group of linears that read one value.
 
-    Linears whose path is in `taken` belong to another fusion's match.
+    Linears whose path is in `taken` belong to another fusion's match or refusal, unless that set them
+    free (`view.freed`).
     """
     seen: set[frozenset[ast.Call]] = set()
     for group in sibling_groups(view):
-        nodes = [node for node in group if node.target not in taken]
+        nodes = [node for node in group if node.target not in taken or node.target in view.freed]
         if len(nodes) < 2:
             continue
         fusion, ordered = role(view.trace, nodes)
@@ -125,6 +127,7 @@ def merge_match(view: ForwardView, fusion: str, nodes: list[fx.Node]) -> Match:
         storage=storage,
         order=order_of(view, nodes),
         norms=proof.norms,
+        activations=proof.activations,
         linears=proof.linears,
     )
 
@@ -145,11 +148,7 @@ def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
             )
         call = view.call_of(node)
         if call is None:
-            raise Refused(
-                "module-escapes",
-                f"{node.target} is called in another way than self.{node.target}(x)",
-                _line(node),
-            )
+            raise Refused("module-escapes", _how(view, node), _line(node))
         if len(call.args) != 1 or call.keywords or not isinstance(call.args[0], ast.Name):
             raise Refused(
                 "different-inputs",
@@ -167,6 +166,22 @@ def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
                 call.lineno,
             )
     return calls
+
+
+def _how(view: ForwardView, node: fx.Node) -> str:
+    """In a sentence, how a part is called that is not called plainly."""
+    plainly = "not by a plain self.name(x) of the forward itself"
+    expression = view.expression_at(node)
+    if expression is None:
+        return f"{node.target} is called out of sight, {plainly}"
+    text = " ".join(view.text(expression).split())
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    if node.meta.get("direct"):
+        return f"{node.target} is called as {text}, {plainly}"
+    if isinstance(expression, ast.Call) and attribute_chain(expression.func, view.source.self_name):
+        text += ", a method of the module, which is not followed yet"
+        return f"{node.target} is called inside of {text}"
+    return f"{node.target} is called inside of {text}, {plainly}"
 
 
 def merged_line(

@@ -14,7 +14,7 @@ from torch import fx
 
 from fusekit.fusions.match import Refused
 from fusekit.fusions.reading import Reading
-from fusekit.fusions.view import Block, ForwardView, evaluation
+from fusekit.fusions.view import UNEVALUATED, Block, ForwardView, evaluation
 from fusekit.tracing.instrument import names_in
 
 
@@ -24,6 +24,7 @@ class Proof:
 
     statement: ast.stmt  # before it
     norms: frozenset[str]
+    activations: frozenset[str]
     linears: frozenset[str]
 
 
@@ -64,7 +65,8 @@ def movable(view: ForwardView, nodes: Sequence[fx.Node], inputs: frozenset[str])
             left.discard(expression)
             if not left:
                 _nothing_unseen(view, nodes, reading)
-                return Proof(statements[0], frozenset(reading.norms), frozenset(reading.linears))
+                found = (reading.norms, reading.activations, reading.linears)
+                return Proof(statements[0], *map(frozenset, found))
         _check_rebinding(view, statement, inputs)
     raise Refused(
         "different-branches", "the parts are not evaluated in one run of statements", statements[0].lineno
@@ -134,7 +136,7 @@ def _nothing_unseen(view: ForwardView, nodes: Sequence[fx.Node], reading: Readin
     order = {node: index for index, node in enumerate(view.trace.graph.nodes)}
     places = sorted(order[node] for node in nodes)
     for node, index in order.items():
-        if places[0] < index < places[-1] and node.op not in ("placeholder", "get_attr"):
+        if places[0] < index < places[-1] and node.op not in UNEVALUATED:
             made_by = view.expression_at(node)
             if made_by not in reading.passed and made_by not in reading.wanted:
                 span = node.meta.get("span")

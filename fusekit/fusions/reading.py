@@ -37,12 +37,14 @@ SEES_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 class Reading:
     """Statements and expressions that were proven to write nothing and to run no foreign code.
 
-    `norms` are the submodules called that must be RMSNorms for that, `linears` the plain linears.
+    `norms` are the submodules called that must be RMSNorms for that, `activations` those that must be
+    known activations, `linears` the plain linears.
     """
 
     view: ForwardView
     wanted: frozenset[ast.expr] = frozenset()
     norms: set[str] = field(default_factory=set)
+    activations: set[str] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
     passed: set[ast.AST] = field(default_factory=set)
 
@@ -115,10 +117,13 @@ class Reading:
                 path = str(node.target)
                 if node.meta.get("written"):
                     raise Refused("input-written", f"{path} writes its input between the parts", call.lineno)
-                if type(self.view.submodule(path)) is nn.Linear:
+                submodule = self.view.submodule(path)
+                if type(submodule) is nn.Linear:
                     self.linears.add(path)
+                elif may_be_activation(submodule):
+                    self.activations.add(path)  # the plan proves these, or refuses the site
                 else:
-                    self.norms.add(path)  # the plan proves it, or refuses the site
+                    self.norms.add(path)
             return
         if nodes:
             return self._operator(call, nodes)
@@ -263,6 +268,18 @@ class Reading:
             if not seen or not seen <= set(kinds):
                 return False
         return True
+
+
+ACTIVATION_HOMES = frozenset({"torch.nn.modules.activation", "transformers.activations"})
+
+
+def may_be_activation(module: nn.Module | None) -> bool:
+    """Whether a submodule is of a class of activations.
+
+    It says nothing of hooks and settings, so that all instances that are alike share one analysis:
+    which one it is, the plan asks of each.
+    """
+    return type(module) is nn.Identity or type(module).__module__ in ACTIVATION_HOMES
 
 
 def reads_plainly(module: nn.Module, chain: Iterable[str]) -> bool:

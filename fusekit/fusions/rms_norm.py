@@ -1,42 +1,27 @@
 """weight * (x * rsqrt(mean(x ** 2) + eps)) -> kernels.rms_norm(x, weight, eps), in every spelling.
 
 The graph says that the function is an RMSNorm, and where weight, eps and offset come from; a probe
-then looks for the rounding order that gives the same bits as the module itself.
+(`norm_probe.py`) then looks for the rounding order that gives the same bits as the module itself.
 """
 
 import ast
 import operator
+import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fusekit.forward import Edit, Span
+from fusekit.forward import Edit, Span, text_at
 from fusekit.forward.reads import attribute_chain, resolve
 from fusekit.fusions.match import Match, Objection, Refused
+from fusekit.fusions.norm_probe import Norm, no_norm, probe
 from fusekit.fusions.reading import Reading, reads_plainly
 from fusekit.fusions.view import ForwardView, evaluation
-from fusekit.kernels import NORM_PROBES, NormForm, norm_forms, rms_norm
 from fusekit.tracing.schema import operator_name
-from fusekit.tracing.skeleton import Skeleton
 
 CASTS = frozenset({"to", "type_as"})
-ROWS = 48  # of the probe: enough for a rounding that differs to show
-
-
-@dataclass(frozen=True)
-class Norm:
-    """What the graph of an RMSNorm says: where its parts stand, and the kind of inverse root."""
-
-    input: fx.Node
-    weight: fx.Node | None
-    eps: float
-    eps_node: fx.Node
-    inverse: str
-    offset: float
-    nodes: frozenset[fx.Node]
 
 
 def find_norms(view: ForwardView, kernels: str) -> Iterator[Match | Objection]:
@@ -89,7 +74,7 @@ def read_norm(view: ForwardView) -> Norm:
     seen: set[fx.Node] = {output}
     result = output.args[0]
     if not isinstance(result, fx.Node):
-        raise _other("it returns more than the normalised tensor", None)
+        raise no_norm("it returns more than the normalised tensor", None)
     node = _uncast(result, seen)
     factors = _operands(node, "mul")
     weight, offset, normalised = None, 0.0, node
@@ -109,21 +94,16 @@ def read_norm(view: ForwardView) -> Norm:
     squared = _square(square, seen)
     inputs = {_uncast(x, seen), _uncast(squared, seen)}
     if len(inputs) != 1:
-        raise _other("what is squared is not what is scaled", square)
+        raise no_norm("what is squared is not what is scaled", square)
     source = inputs.pop()
     if source.op != "placeholder":
-        raise _other("its input is changed before it is normalised", source)
+        raise no_norm("its input is changed before it is normalised", source)
     seen.add(source)
     left = [node for node in trace.graph.nodes if node not in seen and node.op != "placeholder"]
     left = [node for node in left if node.users or node.meta.get("written")]
     if left:
-        raise _other(f"{left[0].name} has no place in an RMSNorm", left[0])
-    return Norm(source, weight, eps, eps_node, inverse, offset, frozenset(seen))
-
-
-def _other(why: str, node: fx.Node | None) -> Refused:
-    span = node.meta.get("span") if node is not None else None
-    return Refused("not-this-function", f"it looks like an RMSNorm, but {why}", span.line if span else None)
+        raise no_norm(f"{left[0].name} has no place in an RMSNorm", left[0])
+    return Norm(source, weight, eps, eps_node, inverse, offset)
 
 
 def _uncast(node: fx.Node, seen: set[fx.Node]) -> fx.Node:
@@ -196,14 +176,14 @@ def _inverse(node: fx.Node, seen: set[fx.Node]) -> tuple[fx.Node, fx.Node, str]:
             _uncast(scale, seen)
             seen |= {root, inner}
             return x, _eps_node(inner.args[0], seen), "reciprocal"
-    raise _other("its last step is no multiplication by an inverse root", node)
+    raise no_norm("its last step is no multiplication by an inverse root", node)
 
 
 def _eps_node(node: Any, seen: set[fx.Node]) -> fx.Node:
     node = _uncast(node, seen) if isinstance(node, fx.Node) else node
     added = _operands(node, "add") if isinstance(node, fx.Node) else None
     if not added or sum(isinstance(item, float) for item in added) != 1:
-        raise _other(
+        raise no_norm(
             "no eps is added to the mean under the root", node if isinstance(node, fx.Node) else None
         )
     seen.add(node)
@@ -214,11 +194,11 @@ def _mean_of(node: fx.Node, seen: set[fx.Node]) -> fx.Node:
     node = _uncast(node, seen)
     seen.add(node)
     if operator_name(node) != "mean":
-        raise _other(f"{node.name} is no mean", node)
+        raise no_norm(f"{node.name} is no mean", node)
     dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
     keep = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
     if dims not in (-1, (-1,), [-1]) or keep is not True or set(node.kwargs) - {"dim", "keepdim"}:
-        raise _other("the mean is not over the last dimension, kept", node)
+        raise no_norm("the mean is not over the last dimension, kept", node)
     square = node.args[0]
     assert isinstance(square, fx.Node)
     return square
@@ -237,7 +217,7 @@ def _square(node: fx.Node, seen: set[fx.Node]) -> fx.Node:
     ):
         assert isinstance(inner, fx.Node)
         return inner
-    raise _other(f"the mean is of {node.name}, which is no square", node)
+    raise no_norm(f"the mean is of {node.name}, which is no square", node)
 
 
 # -- the source -------------------------------------------------------------------------------
@@ -249,13 +229,15 @@ def _check_source(view: ForwardView, norm: Norm) -> None:
     arguments = tree.args
     inputs = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs][1:]
     if len(inputs) != 1 or arguments.vararg or arguments.kwarg:
-        raise _other("it takes more than one input", None)
+        raise no_norm("it takes more than one input", None)
     for span, truth in view.trace.branches.items():
+        test = " ".join(text_at(view.source.file_text, span).split())
         raise Refused(
             "not-this-function",
-            f"it looks like an RMSNorm, but it takes a branch (that was {truth} while tracing)",
+            f"it looks like an RMSNorm, but it branches on `{test}` (which was {truth} while tracing)",
             span.line,
         )
+    _check_methods(view)
     for node in view.trace.graph.nodes:
         if node.meta.get("written"):
             raise Refused("input-written", f"{node.name} writes in place", node.meta["span"].line)
@@ -272,6 +254,20 @@ def _check_source(view: ForwardView, norm: Norm) -> None:
                 f"it looks like an RMSNorm, but it also does this: {line}",
                 refused.line,
             ) from None
+
+
+def _check_methods(view: ForwardView) -> None:
+    """What a method of the module does is in the graph, but not in the text that is replaced."""
+    calls = [node for node in ast.walk(view.source.tree) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
+        chain = attribute_chain(call.func, view.source.self_name)
+        if chain and isinstance(resolve(view.module, chain), types.MethodType):
+            raise Refused(
+                "not-this-function",
+                f"it looks like an RMSNorm, but it calls {view.text(call.func)}(), a method of the module, "
+                "which is not followed yet",
+                call.lineno,
+            )
 
 
 def _eps_text(view: ForwardView, norm: Norm) -> str:
@@ -297,62 +293,3 @@ def _is_docstring(statement: ast.stmt) -> bool:
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
     )
-
-
-# -- the probe --------------------------------------------------------------------------------
-
-
-def probe(view: ForwardView, norm: Norm) -> NormForm:
-    """The first form of `kernels.rms_norm` that equals the module bit for bit, or `Refused`.
-
-    The module's own forward runs on a stand-in with random weights, over rows of several scales
-    (so that eps counts) in several pairs of dtypes; inputs must be left as they were.
-    """
-    generator = torch.Generator().manual_seed(20)
-    width = norm.weight.meta["val"].shape[0] if norm.weight is not None else norm.input.meta["val"].shape[-1]
-    rows = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
-    rows *= torch.logspace(-5, 2, ROWS, dtype=torch.float64)[:, None]
-    weight = torch.randn(width, generator=generator, dtype=torch.float64) + 0.3
-    samples = []
-    for x_dtype, weight_dtype in NORM_PROBES:
-        x, w = rows.to(x_dtype), weight.to(weight_dtype)
-        samples.append((x, w, _run(view, norm, x, w)))
-    for form in norm_forms(weight=norm.weight is not None, inverse=norm.inverse):  # type: ignore[arg-type]
-        if form.offset == norm.offset and all(_equals(form, norm, *sample) for sample in samples):
-            return form
-    raise Refused(
-        "not-this-function",
-        "it looks like an RMSNorm, but no order of rounding gives its bits",
-        view.source.tree.lineno,
-    )
-
-
-def _run(view: ForwardView, norm: Norm, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What the module's own forward makes of `x` with this weight."""
-
-    def call(module: torch.nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return module.forward(*args, **kwargs)
-
-    stand_in = Skeleton(view.module, call).module
-    if norm.weight is not None:
-        parameters = stand_in.__dict__["_parameters"]
-        kind = parameters if norm.weight.target in parameters else stand_in.__dict__["_buffers"]
-        if norm.weight.target not in kind:
-            raise _other(f"its weight {norm.weight.target} is no parameter of its own", norm.weight)
-        kind[str(norm.weight.target)] = weight
-    given = x.clone()
-    try:
-        with torch.no_grad():
-            result = view.source.function(stand_in, given)
-    except Exception as error:
-        raise _other(f"it fails on plain numbers ({type(error).__name__}: {error})", None) from None
-    if not torch.equal(given, x):
-        raise Refused("input-written", "it writes into its input", view.source.tree.lineno)
-    return result
-
-
-def _equals(form: NormForm, norm: Norm, x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> bool:
-    own = weight if norm.weight is not None else None
-    with torch.no_grad():
-        result = rms_norm(x, own, norm.eps, **form.keywords())  # type: ignore[arg-type]
-    return result.dtype == wanted.dtype and torch.equal(result, wanted)

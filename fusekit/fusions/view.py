@@ -15,6 +15,8 @@ from fusekit.forward.span import lines_of
 from fusekit.tracing import Trace
 
 Block = list[ast.stmt]
+# Nodes whose spans say where a value is named: nothing is evaluated for them.
+UNEVALUATED = frozenset({"placeholder", "get_attr", "output"})
 
 
 @dataclass
@@ -26,6 +28,7 @@ class ForwardView:
     trace: Trace
     _expressions: dict[Span, ast.expr] = field(default_factory=dict)
     _given: set[str] = field(default_factory=set)  # names that rewrites of this forward have taken
+    freed: set[str] = field(default_factory=set)  # parts that a refused fusion leaves to another one
 
     def __post_init__(self) -> None:
         for node in ast.walk(self.source.tree):
@@ -41,7 +44,7 @@ class ForwardView:
 
     def expression_at(self, node: fx.Node) -> ast.expr | None:
         """The expression of the source during which `node` was made, in a helper or not."""
-        span = node.meta.get("span")
+        span = node.meta.get("span") if node.op not in UNEVALUATED else None
         return self._expressions.get(span) if span is not None else None
 
     def text(self, node: ast.expr | ast.stmt) -> str:
@@ -68,7 +71,7 @@ class ForwardView:
         found: dict[ast.expr, list[fx.Node]] = {}
         for node in self.trace.graph.nodes:
             span = node.meta.get("span")
-            if span in self._expressions:
+            if node.op not in UNEVALUATED and span in self._expressions:
                 found.setdefault(self._expressions[span], []).append(node)
         return found
 

@@ -37,7 +37,9 @@ def rms_norm(
     """`x` divided by its root mean square over the last dimension, times `weight`.
 
     `x` is floating point of shape [..., d], `weight` of shape [d] or None; the result has the shape
-    of `x`. With no keyword the result equals `LlamaRMSNorm` bit for bit. In the order computed:
+    of `x`. A weight of shape [1] counts for every column, and an x of shape [..., 1] is spread over
+    a weight of any length, as in `weight * x`. With no keyword the result equals `LlamaRMSNorm` bit
+    for bit. In the order computed:
 
     1. `compute_dtype`: h is x in "float32", "float64", "opmath" (float64 for a float64 x, else
        float32) or, for None, in its own dtype.
@@ -57,7 +59,7 @@ def rms_norm(
 
     Without a weight steps 5 and 6 are the cast of `output` alone.
 
-    Raises `ValueError` for an argument outside these values, a weight that is not of shape [d], an x
+    Raises `ValueError` for an argument outside these values, a weight of another shape, an x
     that is not floating point or has no dimension, and, without a weight, for an argument that speaks
     of it. Source: Zhang and Sennrich, 2019 (arXiv:1910.07467); the forms are those of the norms
     in Transformers 5.24 and of `torch.nn.RMSNorm` (compute_dtype="opmath", normalized=None,
@@ -127,10 +129,11 @@ def _check_tensors(x: Tensor, weight: Tensor | None, eps: float | None) -> None:
     if x.ndim == 0:
         raise ValueError("rms_norm: x has shape []; it needs a last dimension to take the mean over")
     if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"rms_norm: weight has shape {list(weight.shape)} and x has shape {list(x.shape)}; "
-            f"weight must have shape {list(x.shape[-1:])}, the last dimension of x"
-        )
+        if weight.ndim != 1 or 1 not in (weight.shape[0], x.shape[-1]):
+            raise ValueError(
+                f"rms_norm: weight has shape {list(weight.shape)} and x has shape {list(x.shape)}; "
+                f"weight must have shape {list(x.shape[-1:])}, the last dimension of x, or [1]"
+            )
     if eps is not None and not (isinstance(eps, float | int) and eps >= 0):
         raise ValueError(
             f"rms_norm: eps is {eps!r}; it must be a number of at least 0, or None for torch's default"

@@ -39,7 +39,7 @@ class Findings:
         self.checks.append(Check(what, name, fusion, False, detail))
 
     def judge(self, unfused: Run, fused: Run, exact: Run, layers: list[str], writes: bool) -> None:
-        """Outputs, gradients and top-1, and the error down `layers`; `writes`: whether the model generates."""
+        """Outputs, gradients and top-1, and the error down `layers`; `writes`: whether it can generate."""
         if unfused.failed:
             what = ["outputs", "gradients", "top-1", "site"] + ["generation"] * (not writes)
             self.leave_out(what, f"the unfused model fails on these inputs: {unfused.failed}")
@@ -57,23 +57,23 @@ class Findings:
             self._judge_outputs(unfused, fused, exact)
             if _has_tokens(unfused) and self.wants("top-1"):
                 self._judge_top1(unfused, fused, exact)
-            for name in layers:
-                runs = [one.layers.get(name) for one in (unfused, fused, exact)]
-                if all(layer is not None for layer in runs):
-                    a, b, reference = (layer for layer in runs if layer is not None)
-                    (unfused_max, unfused_rms), (fused_max, fused_rms) = (
-                        errors(a, reference),
-                        errors(b, reference),
-                    )
-                    self.layers.append(LayerError(name, unfused_max, fused_max, unfused_rms, fused_rms))
+            self._follow(layers, unfused, fused, exact)
         if self.wants("gradients"):
             self._judge_gradients(unfused, fused, exact)
+
+    def _follow(self, layers: list[str], unfused: Run, fused: Run, exact: Run) -> None:
+        for name in layers:
+            if all(name in one.layers for one in (unfused, fused, exact)):
+                reference = exact.layers[name]
+                unfused_max, unfused_rms = errors(unfused.layers[name], reference)
+                fused_max, fused_rms = errors(fused.layers[name], reference)
+                self.layers.append(LayerError(name, unfused_max, fused_max, unfused_rms, fused_rms))
 
     def _leave_out_what_does_not_apply(self, unfused: Run, writes: bool) -> None:
         """Top-1 and generation, of a model that is no language model."""
         reasons = {}
         if not _has_tokens(unfused):
-            reasons["top-1"] = "the model returns no logits"
+            reasons["top-1"] = "the model returns no logits to choose a token by"
         if not writes:
             reasons["generation"] = "the model does not generate"
         names = [name for name in reasons if self.wants(name)]
@@ -143,12 +143,12 @@ class Findings:
             return
         unfused, fused, exact = runs
 
-        def exact_logits(row: int, before: torch.Tensor) -> torch.Tensor | None:
+        def exact_logits(row: int, so_far: torch.Tensor) -> torch.Tensor | None:
             if exact.logits is None or unfused.logits is None or fused.logits is None:
                 return None
             try:
                 with Lifted():
-                    return next_logits(model, inputs, row, before)
+                    return next_logits(model, inputs, row, so_far)
             except Exception:  # a model whose generate() calls it in a way of its own
                 return None
 

@@ -137,11 +137,11 @@ class Plan(Shown):
 
         return apply(self, model)
 
-    def verify(self, *inputs: Any, **options: Any) -> "VerifyReport":
+    def verify(self, inputs: Any = None, **options: Any) -> "VerifyReport":
         """Check the fused model against float64; see `fusekit.model.verify.verify`."""
         from fusekit.model.verify import verify
 
-        return verify(self, *inputs, **options)
+        return verify(self, inputs, **options)
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row a site or refusal: name, type, fusion, parts, state, reason, message, path, line."""

@@ -148,13 +148,13 @@ class _Verification:
         applied = self._apply()
         fused = Run(failed=unfused.failed) if unfused.failed else self._run(inputs, names)
         after = self._generated(inputs)
-        after_state = self.copy.state_dict()
+        kept = state_check(state, self.copy.state_dict())
         applied.revert()
-        sites, reasons = site_checks(self.sites if calls else (), self.copy, calls, self.dtype)
+        sites, reasons = ([], []) if calls is None else site_checks(self.sites, self.copy, calls, self.dtype)
         exact = self._exact(inputs, names)
         found.judge(unfused, fused, exact, names, generates(self.copy))
         if found.wants("state dict"):
-            found.checks.append(state_check(state, after_state))
+            found.checks.append(kept)
         if found.wants("generation"):
             found.judge_text(self.copy, inputs, self.generate, (before, after), (unfused, fused, exact))
         found.checks += sites
@@ -170,20 +170,26 @@ class _Verification:
             return None
         return generated(self.copy, inputs, self.generate)
 
-    def _calls(self, inputs: dict[str, Any], unfused: Run) -> dict[str, Call]:
+    def _calls(self, inputs: dict[str, Any], unfused: Run) -> dict[str, Call] | None:
+        """What the module of each site is called with; None where sites are not checked."""
         if not self.found.wants("site") or unfused.failed:
-            return {}
+            return None
         try:
             return captured(self.copy, {site.name for site in self.sites}, inputs)
         except Exception as error:
             self.found.leave_out(["site"], f"what the modules are called with cannot be kept: {said(error)}")
-            return {}
+            return None
 
     def _apply(self) -> Fused:
-        try:
-            own = [replace(site, module=self.copy.get_submodule(site.name)) for site in self.sites]
-        except AttributeError as error:
-            raise FusekitError(f"the model changed since the plan was made ({error}); plan again") from None
+        """The sites of the plan on the copy."""
+        names = dict(self.plan.model.named_modules())
+        for site in self.sites:
+            if names.get(site.name) is not site.module:
+                raise FusekitError(
+                    f"{site.name or site.type_name}: another module is in its place since the plan was made; "
+                    "plan again"
+                )
+        own = [replace(site, module=self.copy.get_submodule(site.name)) for site in self.sites]
         return apply_copied(own, self.copy, self.plan.model)
 
     def _exact(self, inputs: dict[str, Any], names: list[str]) -> Run:

@@ -36,9 +36,15 @@ class Stopped:
 class Trace(Shown):
     """The dataflow of one module's forward, every submodule one `call_module` node.
 
-    Each node that made a tensor carries in `meta`:
-    `val` (its value on the meta device: shape and dtype; a tuple where there are several),
-    `span` (the expression of the forward that made it, a `Span`, or None for inputs),
+    Every node carries in `meta` its `span`, a `Span` of the source or None where there is no such
+    place: for a call the expression of the forward that made it; for a placeholder its parameter in
+    the signature; for a `get_attr` the first `self.<path>` that reads it; for the output what is
+    returned, where there is exactly one `return`. `direct` says that the expression at `span` is
+    itself the call (and not one of a helper that made it).
+
+    Each node that made a tensor also carries
+    `val` (its value on the meta device: shape and dtype; a tuple where there are several) and, where
+    it is a call,
     `context` (grad mode and autocast state it ran under), and
     `written` (names of the nodes whose storage it wrote; absent where it wrote none).
 

@@ -147,7 +147,7 @@ class Skeleton:
         cells = self.cells(function.__closure__ or ())
         defaults, named = self.value(function.__defaults__), self.value(function.__kwdefaults__)
         same = all(_same_cell(new, old) for new, old in zip(cells, function.__closure__ or (), strict=True))
-        if same and _same(defaults, function.__defaults__) and _same(named, function.__kwdefaults__):
+        if same and defaults is function.__defaults__ and named is function.__kwdefaults__:
             return self._remember(function, function)
         made = types.FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
         made.__kwdefaults__ = named
@@ -273,14 +273,9 @@ def _has_state(value: Any) -> bool:
 
 def _same_cell(new: types.CellType, old: types.CellType) -> bool:
     try:
-        return _same(new.cell_contents, old.cell_contents)
+        return new.cell_contents is old.cell_contents
     except ValueError:
         return False
-
-
-def _same(new: Any, old: Any) -> bool:
-    """Whether a value is its own stand-in; an empty container of another identity is not."""
-    return new is old
 
 
 def _empty_like(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from fusekit.errors import FusekitError
 from fusekit.forward import ForwardSource, NoSource, Span, forward_chain, source_of
 from fusekit.forward.edits import text_at
 from fusekit.forward.reads import global_names
@@ -20,6 +21,7 @@ from fusekit.forward.source import short_path
 from fusekit.tracing.inputs import made_up_inputs
 from fusekit.tracing.instrument import BIND, OPERAND, TEST, instrumented
 from fusekit.tracing.leaf import AttentionTable, is_attention_function, is_attention_table
+from fusekit.tracing.places import place_values
 from fusekit.tracing.recorder import Recorder, parts_of, tensors_in
 from fusekit.tracing.result import Assumption, Binding, Stopped, Trace
 from fusekit.tracing.skeleton import Skeleton
@@ -36,10 +38,10 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> Trace:
 
     It never raises for what the module does: where the forward cannot be followed (a value
     decides a branch, an operator has no meta version) the trace ends, `stopped` says where and
-    why, and the graph holds what was seen so far. Raises `TypeError` when `module` is no module.
+    why, and the graph holds what was seen so far. Raises `FusekitError` when `module` is no module.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"trace() takes a module, not {type(module).__name__}")
+        raise FusekitError(f"trace() takes a module, not {type(module).__name__}: pass an nn.Module instance")
     return run_trace(module, args, kwargs)
 
 
@@ -145,6 +147,8 @@ class _Run:
         if stopped is None:
             recorder.graph.output(recorder.argument(result))
         graph = recorder.graph
+        if self.source is not None:
+            place_values(graph, self.source)
         for node in graph.nodes:
             node.meta.setdefault("span", None)
         return Trace(

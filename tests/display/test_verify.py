@@ -51,6 +51,11 @@ def test_passed_checks_with_some_that_could_not_run_decide_nothing(report, check
     assert "FAILED" not in display.html(some) and "allows: ok" not in display.html(some)
 
 
+def test_what_is_missing_is_named_once(report, check):
+    left = [NotRun("site", "a: not called", False), NotRun("site", "b: no tensor", False)]
+    assert "could not be run (site)" in display.text(report([check()], not_run=left))
+
+
 def test_an_error_that_is_no_number_is_shown(report, check, read):
     layers = [
         LayerError("layers.0", 1e-7, float("nan"), 0.0, float("inf")),

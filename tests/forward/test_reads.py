@@ -1,11 +1,22 @@
 """What a forward reads: two instances with one key must be alike in all that their forward sees."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn as nn
 
 from fusekit.forward import source
-from fusekit.forward.reads import DYNAMIC, MISSING, Uncachable, key, module_attribute, reads, resolve
+from fusekit.forward.reads import (
+    DYNAMIC,
+    MISSING,
+    Uncachable,
+    describe,
+    key,
+    module_attribute,
+    reads,
+    resolve,
+)
 
 NONE: frozenset = frozenset()
 
@@ -216,3 +227,32 @@ def test_eighty_equal_layers_have_one_key():
     layers = [LlamaAttention(config, index) for index in range(3)]
     keys = {key(layer, source(layer), frozenset({("layer_idx",)})) for layer in layers}
     assert len(keys) == 1 and len({key_of(layer) for layer in layers}) == 3
+
+
+def test_partials_of_other_functions_have_other_keys():
+    owner = nn.Linear(2, 2)
+    kinds = [
+        functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+        functools.partial(torch.nn.functional.gelu, approximate="none"),
+        functools.partial(torch.relu_),
+    ]
+    assert len({describe(kind, owner) for kind in kinds}) == 3
+    again = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    assert describe(again, owner) == describe(kinds[0], owner)
+
+
+def test_an_object_that_holds_more_than_its_attributes_equals_itself_alone():
+    class Slots:
+        __slots__ = ("__dict__", "size")
+
+    class Plain:
+        pass
+
+    one, other = Slots(), Slots()
+    one.size, other.size = 1, 2
+    assert describe(one, nn.Linear(2, 2)) != describe(other, nn.Linear(2, 2))
+    same, equal = Plain(), Plain()
+    same.size = equal.size = 3
+    assert describe(same, nn.Linear(2, 2)) == describe(equal, nn.Linear(2, 2))
+    equal.size = 4
+    assert describe(same, nn.Linear(2, 2)) != describe(equal, nn.Linear(2, 2))

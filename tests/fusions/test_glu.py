@@ -1,9 +1,13 @@
 """Gated products: which fuse, and which are refused."""
 
+import functools
+import re
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.functional import silu
 
 import fusekit as fk
 
@@ -115,8 +119,31 @@ def test_unknown_or_inplace_activation_is_never_a_glu(act):
 
 def test_several_lines_are_refused_with_the_line():
     module = SeveralLines()
-    (refusal,) = fk.plan(module).refusals
+    plan = fk.plan(module)
+    (refusal,) = plan.refusals
     assert (refusal.fusion, refusal.reason) == ("glu", "different-branches")
+    assert refusal.line == SeveralLines.forward.__code__.co_firstlineno + 3
+    # The linears still merge: an activation between them is known to write nothing.
+    assert [(site.fusion, site.parts) for site in plan.sites] == [("columns", ("gate", "up"))]
+    x = torch.randn(3, 8)
+    want = module(x)
+    with plan.apply():
+        torch.testing.assert_close(module(x), want)
+
+
+def test_columns_over_an_unknown_activation_between_are_refused():
+    for act in (nn.SiLU(inplace=True), nn.Softmax(-1), Unknown()):
+        module = SeveralLines(act)
+        plan = fk.plan(module)
+        assert plan.sites == () and {refusal.fusion for refusal in plan.refusals} == {"glu", "columns"}
+
+
+def test_hook_of_one_instance_decides_for_that_instance_alone():
+    model = nn.Sequential(Gated(), Gated(), SeveralLines(), SeveralLines())
+    for hooked in (model[0], model[2]):
+        hooked.act.register_forward_hook(lambda module, args, output: output * 2)
+    plan = fk.plan(model)
+    assert [(site.name, site.fusion) for site in plan.sites] == [("1", "glu"), ("3", "columns")]
 
 
 def test_write_between_gate_and_up_is_refused():
@@ -133,3 +160,174 @@ def test_gate_and_up_of_different_widths_are_refused_or_equal():
     with plan.apply():
         torch.testing.assert_close(module(x), want)
     assert not plan.sites
+
+
+# -- activations that are functions ------------------------------------------------------------
+
+
+class Function(Gated):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class FunctionOfTorch(Gated):
+    def forward(self, x):
+        return self.down(self.up(x) * torch.sigmoid(self.gate(x)))
+
+
+class FunctionByItsName(Gated):
+    def forward(self, x):
+        return self.down(silu(self.gate(x)) * self.up(x))
+
+
+class FunctionThatCallsAMethod(Gated):
+    def forward(self, x):
+        return self.down(nn.functional.tanh(self.gate(x)) * self.up(x))
+
+
+class FunctionHeld(Gated):
+    def __init__(self, act=F.gelu):
+        super().__init__()
+        del self.act
+        self.act = act
+
+
+@pytest.mark.parametrize(
+    ("cls", "callee"),
+    [
+        (Function, "F.silu"),
+        (FunctionOfTorch, "torch.sigmoid"),
+        (FunctionByItsName, "silu"),
+        (FunctionThatCallsAMethod, "nn.functional.tanh"),
+        (FunctionHeld, "self.act"),
+    ],
+)
+def test_activation_that_is_a_function_fuses_and_equals(cls, callee):
+    module, x = cls(), torch.randn(3, 8)
+    want = module(x)
+    wanted = torch.autograd.grad(want.sum(), list(module.parameters()))
+    plan = fk.plan(module)
+    assert [(site.fusion, site.parts) for site in plan.sites] == [("glu", ("gate", "up"))]
+    assert plan.refusals == ()
+    with plan.apply():
+        assert f"kernels.act_and_mul(gate, up, {callee})" in fk.source(module).text
+        torch.testing.assert_close(module(x), want)
+        torch.testing.assert_close(torch.autograd.grad(module(x).sum(), list(module.parameters())), wanted)
+
+
+def test_like_instances_with_other_functions_are_told_apart():
+    x = torch.randn(3, 8)
+    for act, fuses in ((F.silu, True), (F.softplus, False), (torch.relu, True), (torch.relu_, False)):
+        module = FunctionHeld(act)
+        want = module(x)
+        plan = fk.plan(module)
+        assert ("glu" in [site.fusion for site in plan.sites]) is fuses
+        with plan.apply():
+            torch.testing.assert_close(module(x), want)
+
+
+def test_function_replaced_afterwards_is_used():
+    module, x = FunctionHeld(), torch.randn(3, 8)
+    with fk.fuse(module):
+        module.act = torch.tanh
+        fused = module(x)
+    torch.testing.assert_close(fused, module(x))
+
+
+class Approximate(Gated):
+    def forward(self, x):
+        return self.down(F.gelu(self.gate(x), approximate="tanh") * self.up(x))
+
+
+class ByKeyword(Gated):
+    def forward(self, x):
+        return self.down(F.silu(input=self.gate(x)) * self.up(x))
+
+
+class Slope(Gated):
+    def forward(self, x):
+        return self.down(F.leaky_relu(self.gate(x), 0.3) * self.up(x))
+
+
+class Softplus(Gated):
+    def forward(self, x):
+        return self.down(F.softplus(self.gate(x)) * self.up(x))
+
+
+class Local(Gated):
+    def forward(self, x):
+        f = F.silu
+        return self.down(f(self.gate(x)) * self.up(x))
+
+
+class ShadowedModule(Gated):
+    def forward(self, x, F=F):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Method(Gated):
+    def forward(self, x):
+        return self.down(self.gate(x).sigmoid() * self.up(x))
+
+
+class ByTorchMul(Gated):
+    def forward(self, x):
+        return self.down(torch.mul(F.silu(self.gate(x)), self.up(x)))
+
+
+class FunctionApart(Gated):
+    def forward(self, x):
+        gate, up = F.silu(self.gate(x)), self.up(x)
+        return self.down(gate * up)
+
+
+class Partial(FunctionHeld):
+    def __init__(self):
+        super().__init__(functools.partial(F.gelu, approximate="tanh"))
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (Approximate, r'approximate="tanh"\) is not called with one value'),
+        (ByKeyword, "is not called with one value"),
+        (Slope, "is not called with one value"),
+        (Softplus, "F.softplus is no activation that act_and_mul knows"),
+        (Local, "f is a local name"),
+        (ShadowedModule, "F.silu is a local name or belongs to an object"),
+        (Method, "sigmoid is a local name or belongs to an object"),
+        (ByTorchMul, "the product is written as torch.mul"),
+        (FunctionApart, "the product does not take F.silu"),
+        (Partial, "self.act is a partial"),
+    ],
+)
+def test_almost_a_glu_says_why_and_merges_its_linears(cls, why):
+    module, x = cls(), torch.randn(3, 8)
+    want = module(x)
+    plan = fk.plan(module)
+    (refusal,) = plan.refusals
+    assert refusal.fusion == "glu" and set(refusal.parts) == {"gate", "up"} and refusal.line
+    assert re.search(why, refusal.message), refusal.message
+    assert [site.fusion for site in plan.sites] == ["columns"]
+    with plan.apply():
+        torch.testing.assert_close(module(x), want)
+
+
+def quick_gelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+class OwnFunction(Gated):
+    def forward(self, x):
+        return self.down(quick_gelu(self.gate(x)) * self.up(x))
+
+
+class InPlace(Gated):
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x), inplace=True) * self.up(x))
+
+
+@pytest.mark.parametrize("cls", [OwnFunction, InPlace])
+def test_function_that_may_write_is_refused_for_both(cls):
+    plan = fk.plan(cls())
+    assert plan.sites == () and {refusal.fusion for refusal in plan.refusals} == {"glu", "columns"}

@@ -266,3 +266,74 @@ def test_computing_eps_for_one_norm_changes_nothing_for_another():
     other.weight = nn.Parameter(torch.randn(3, 16))
     assert [site.fusion for site in fk.plan(one).sites] == ["rms_norm"]
     assert fk.plan(other).sites == ()
+
+
+@pytest.mark.parametrize(("weights", "width"), [(1, 16), (1, 1), (64, 1), (64, 64)])
+def test_weight_of_one_element_and_input_of_one_column_broadcast(weights, width):
+    module = Llama()
+    module.weight = nn.Parameter(torch.full((weights,), 1.5))
+    x = torch.randn(3, 5, width)
+    want = module(x)
+    plan = fk.plan(module)
+    assert [site.fusion for site in plan.sites] == ["rms_norm"], [r.message for r in plan.refusals]
+    with plan.apply():
+        assert torch.equal(module(x), want)
+
+    if weights == 64:
+        with plan.apply(), pytest.raises(ValueError, match=r"weight has shape \[64\] and x has shape"):
+            module(torch.randn(3, 5))
+
+
+def test_weight_of_one_element_is_probed_over_several_columns():
+    # Over one column every x becomes about 1 or -1, and roundings that differ would look alike.
+    module = Olmo2()
+    module.weight = nn.Parameter(torch.tensor([0.7]))
+    x = (torch.randn(4, 32) * torch.logspace(-3, 2, 4)[:, None]).to(torch.bfloat16)
+    want = module(x)
+    with fk.fuse(module):
+        assert "output=" in fk.source(module).text
+        assert torch.equal(module(x), want)
+
+
+class ScalarWeight(Norm):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+def test_weight_that_is_a_number_is_refused_and_says_so():
+    (refusal,) = fk.plan(ScalarWeight()).refusals
+    assert (refusal.fusion, refusal.reason) == ("rms_norm", "not-this-function")
+
+
+class CallsMethod(Norm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        output = self._norm(x.float())
+        return (output * self.weight).type_as(x)
+
+
+def test_method_that_computes_the_norm_is_named():
+    (refusal,) = fk.plan(CallsMethod()).refusals
+    assert "it calls self._norm(), a method of the module, which is not followed yet" in refusal.message
+    assert refusal.line == CallsMethod.forward.__code__.co_firstlineno + 1
+
+
+class BranchesOnWeight(Norm):
+    def forward(self, x):
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            x = x.to(self.weight.dtype)
+        return self.weight * x
+
+
+def test_branch_is_quoted():
+    (refusal,) = fk.plan(BranchesOnWeight()).refusals
+    assert "it branches on `self.weight.dtype in [torch.float16, torch.bfloat16]`" in refusal.message
+    assert refusal.line == BranchesOnWeight.forward.__code__.co_firstlineno + 3

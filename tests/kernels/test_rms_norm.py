@@ -214,7 +214,7 @@ def test_unknown_value_is_named_with_the_valid_ones(name, value, said):
     assert f"{name} is {value!r}" in str(error.value) and said in str(error.value)
 
 
-@pytest.mark.parametrize("shape", [(5,), (1,), (), (2, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (), (2, 4), (1, 1)], ids=str)
 def test_weight_of_another_shape_says_both(shape):
     with pytest.raises(ValueError) as error:
         rms_norm(torch.ones(2, 4), torch.ones(shape))
@@ -245,3 +245,10 @@ def test_importing_kernels_imports_nothing_beyond_torch():
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     heavy = {"transformers", "ipywidgets", "IPython", "pandas", "graphviz", "matplotlib", "numpy"}
     assert "fusekit" in printed.split() and not heavy & set(printed.split())
+
+
+@pytest.mark.parametrize(("width", "length"), [(6, 1), (1, 6), (1, 1), (0, 1)])
+def test_weight_and_x_of_one_column_broadcast_as_their_product_does(width, length):
+    x, weight = torch.randn(2, 3, width), torch.randn(length)
+    want = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+    assert torch.equal(rms_norm(x, weight, 1e-5), want)

@@ -183,7 +183,7 @@ def test_a_plan_made_with_inputs_is_applied_verified_and_reverted():
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
-    [({"y": torch.ones(2, 3, 8)}, "cannot be called with these inputs: missing.*'x'"), (3, "takes a dict.*not int")],
+    [({"y": torch.ones(2, 8)}, "cannot be called with these inputs: missing.*'x'"), (3, "takes a dict.*int")],
 )
 def test_inputs_that_the_model_cannot_be_called_with_are_an_error(inputs, message):
     with pytest.raises(fk.FusekitError, match=message):

@@ -1,16 +1,26 @@
 """verify(): it passes what is right, fails what is wrong, and says what it did not run."""
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.nn as nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import fusekit as fk
 from fusekit import kernels
 from fusekit.model import gradients, storage
+from fusekit.model.compare import same_bits, text_check
 from fusekit.model.lifted import Lifted
+from fusekit.model.runs import generated, next_logits
 
 
 def small_llama(**changes) -> LlamaForCausalLM:
@@ -29,6 +39,55 @@ def small_llama(**changes) -> LlamaForCausalLM:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + 0.1)
     return model
+
+
+class Block(nn.Module):
+    """Attention as in nanoGPT: biases, a softmax, no rotary embedding."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        y = self.norm(x)
+        q = self.query(y).view(B, T, self.heads, -1).transpose(1, 2)
+        k = self.key(y).view(B, T, self.heads, -1).transpose(1, 2)
+        v = self.value(y).view(B, T, self.heads, -1).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+def small_bert():
+    settings = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = BertModel(BertConfig(vocab_size=60, **settings), add_pooling_layer=False).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.02)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    return model, {"input_ids": torch.randint(60, (2, 12)), "attention_mask": mask}
+
+
+def small_gpt():
+    model = nn.Sequential(nn.Embedding(50, 32), Block(), Block(), nn.Linear(32, 50))
+    return model, {"input": torch.randint(50, (2, 12))}
+
+
+NO_TEXT = ("top-1", "generation")
 
 
 def checks(report, what):
@@ -77,6 +136,18 @@ def test_the_model_is_left_as_it_was():
     assert torch.equal(random, torch.get_rng_state())
 
 
+def test_a_plan_made_in_training_mode_is_verified_in_eval_mode():
+    class Drops(Pair):
+        def forward(self, x):
+            if self.training:
+                x = nn.functional.dropout(x, 0.5, True)
+            return self.a(x), self.b(x)
+
+    model = Drops().train()
+    report = fk.plan(model).verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
+    assert report.ok and model.training, report
+
+
 def test_an_applied_plan_can_be_verified_and_stays_applied():
     model = small_llama()
     with fk.plan(model).apply():
@@ -112,6 +183,45 @@ def test_a_gradient_that_goes_to_the_wrong_rows_fails(monkeypatch):
     assert checks(report, "outputs")[0].ok and not report.ok
 
 
+@pytest.mark.parametrize("make", [small_bert, small_gpt])
+@pytest.mark.parametrize("factor", [-3, 1.05])
+def test_a_key_bias_without_gradient_hides_no_wrong_gradient(make, factor, monkeypatch):
+    model, inputs = make()
+    right = gradients.Rows.backward
+
+    def wrong(ctx, grad):
+        whole, sizes, first, *rest = right(ctx, grad)
+        return whole, sizes, first if first is None else first * factor, *rest
+
+    monkeypatch.setattr(gradients.Rows, "backward", staticmethod(wrong))
+    report = fk.plan(model).verify(inputs=inputs, skip=NO_TEXT)
+    bad = [check.name for check in checks(report, "gradients") if not check.ok]
+    assert len(bad) == 4 and all("query" in name for name in bad)  # weight and bias, two layers
+    assert all(check.ok for check in report.checks if check.what != "gradients")
+
+
+@pytest.mark.parametrize("make", [small_bert, small_gpt])
+def test_a_key_bias_without_gradient_fails_no_right_gradient(make):
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model, inputs = make()
+        report = fk.plan(model).verify(inputs=inputs, skip=NO_TEXT)
+        assert report.ok, report
+        (bias, *_) = [c for c in checks(report, "gradients") if c.name.endswith("key.bias")]
+        assert bias.unfused_max > 0  # nothing but rounding: its exact gradient is zero
+
+
+def test_every_gradient_of_smollm2_is_right(smollm2):
+    report = fk.plan(smollm2[0]).verify(tokens=8, generate=4)
+    assert report.ok, report
+    assert len(checks(report, "gradients")) == 272
+
+
+def test_a_row_says_the_error_and_of_how_much():
+    detail = checks(fk.plan(small_llama()).verify(generate=2), "gradients")[0].detail
+    assert re.fullmatch(r"largest error \S+ of \S+, \S+ unfused; allowed \S+", detail)
+
+
 def test_a_changed_weight_fails_the_state_dict(monkeypatch):
     tie = storage.MergedLinear.tie
 
@@ -128,20 +238,15 @@ def test_a_changed_weight_fails_the_state_dict(monkeypatch):
 
 
 def test_what_cannot_run_is_listed_and_is_not_ok():
-    class Pair(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 5)
-
-        def forward(self, x):
-            return self.a(x), self.b(x)
-
     plan = fk.plan(Pair())
     report = plan.verify()
     assert not report.ok and report.checks == ()
-    assert "pass verify(inputs=" in report.not_run[0].reason
+    (left,) = report.not_run
+    assert left.what == "all checks"
+    assert left.reason == "no inputs are known for a Pair: pass verify(inputs={...})"
     given = plan.verify({"x": torch.randn(2, 4)})
     assert not given.ok and {left.what for left in given.not_run} == {"top-1", "generation"}
+    assert all('skip=("top-1", "generation")' in left.reason for left in given.not_run)
     asked = plan.verify({"x": torch.randn(2, 4)}, skip=("top-1", "generation"))
     assert asked.ok, asked
     assert [check.name for check in checks(asked, "outputs")] == ["output 0", "output 1"]
@@ -160,9 +265,270 @@ def test_a_plan_that_fuses_nothing_proves_nothing():
     assert not report.ok and "nothing to compare" in report.not_run[0].reason
 
 
+@pytest.mark.parametrize("options", [{"tokens": 0}, {"generate": 0}])
+def test_a_number_of_tokens_is_positive(options):
+    with pytest.raises(fk.FusekitError, match="it must be 1 or more"):
+        fk.plan(small_llama()).verify(**options)
+
+
 def test_an_unknown_check_is_named():
     with pytest.raises(fk.FusekitError, match=r"skip='gradient'.*gradients"):
         fk.plan(small_llama()).verify(skip=("gradient",))
+
+
+# -- what cannot run ---------------------------------------------------------------------------
+
+
+def test_a_model_that_does_not_run_in_float64_is_compared_all_the_same():
+    settings = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=60)
+    config = MixtralConfig(num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, **settings)
+    report = fk.plan(MixtralForCausalLM(config).eval()).verify(generate=2)
+    (left,) = report.not_run
+    assert left.what == "outputs, gradients, top-1" and not left.asked and not report.ok
+    assert "float64" in left.reason and "RuntimeError: Expected" in left.reason
+    assert {check.what for check in report.checks} == {"state dict", "generation", "site"}
+    assert all(check.ok for check in report.checks)
+
+
+def test_inputs_that_the_model_cannot_take_are_listed():
+    report = fk.plan(Pair()).verify({"x": torch.randn(2, 7)})
+    (left,) = report.not_run
+    assert left.what == "outputs, gradients, top-1, generation, site"
+    assert "RuntimeError: mat1 and mat2 shapes" in left.reason
+    assert [check.what for check in report.checks] == ["state dict"] and not report.ok
+
+
+class Fails(Pair):
+    """Fails where `where(x)` says so."""
+
+    def __init__(self, where, error=ValueError):
+        super().__init__()
+        self.sub = Pair()
+        self.fail = Failing(where, error)
+
+    def forward(self, x):
+        return *self.sub(x), self.fail(self.sub.a(x))
+
+
+class Failing(nn.Module):
+    def __init__(self, where, error):
+        super().__init__()
+        self.where, self.error = where, error
+
+    def forward(self, x):
+        if self.where(x):
+            raise self.error("on purpose\nand more")
+        return x
+
+
+def test_a_float64_run_that_fails_leaves_the_sites():
+    model = Fails(lambda x: x.dtype == torch.float64)
+    report = fk.plan(model).verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
+    assert [check.what for check in report.checks if check.ok] == ["state dict", "site"]
+    (left,) = [left for left in report.not_run if not left.asked]
+    assert left.what == "outputs, gradients" and left.reason.endswith("ValueError: on purpose")
+
+
+def test_a_backward_that_fails_leaves_the_rest():
+    class NoBackward(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, grad: 1 / 0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x):
+            a, b = self.pair(x)
+            return NoBackward.apply(a), b
+
+    report = fk.plan(Model()).verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
+    (left,) = [left for left in report.not_run if not left.asked]
+    assert left.what == "gradients" and "ZeroDivisionError" in left.reason
+    assert len(checks(report, "outputs")) == 2 and all(check.ok for check in report.checks)
+
+
+def test_a_site_whose_module_fails_in_float64_is_listed():
+    class Strict(Pair):
+        def __init__(self):
+            super().__init__()
+            self.fail = Failing(lambda x: x.dtype == torch.float64, ValueError)
+
+        def forward(self, x):
+            a, b = self.a(x), self.b(x)
+            return self.fail(a), b
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = Strict(), Pair()
+
+        def forward(self, x):
+            return *self.one(x), *self.two(x)
+
+    plan = fk.plan(Model())
+    assert {site.name for site in plan.sites} == {"one", "two"}
+    report = plan.verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
+    assert [check.name for check in checks(report, "site")] == ["two"]
+    (left,) = [left for left in report.not_run if left.what == "site"]
+    assert left.reason == "one: the module fails in float64: ValueError: on purpose"
+
+
+def test_a_site_that_is_not_called_is_listed():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.last = Pair(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(x)
+
+    report = fk.plan(Idle()).verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
+    assert not report.ok
+    assert "pair: it was not called in this run" in [left.reason for left in report.not_run]
+
+
+def test_generation_that_fails_is_listed(monkeypatch):
+    model = small_llama()
+
+    def generate(self, **kwargs):
+        raise NotImplementedError("no text today")
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", generate, raising=False)
+    report = fk.plan(model).verify()
+    (left,) = report.not_run
+    assert left.what == "generation" and left.reason.endswith("NotImplementedError: no text today")
+    assert checks(report, "outputs")[0].ok and not report.ok
+
+
+def test_a_fused_model_that_fails_has_failed_a_check(monkeypatch):
+    plan = fk.plan(small_llama())
+
+    def broken(x, w, eps, **form):
+        raise TypeError("a kernel that does not run")
+
+    monkeypatch.setattr(kernels, "rms_norm", broken)
+    report = plan.verify(generate=2)
+    (check,) = checks(report, "outputs")
+    assert not check.ok and check.detail == "the fused model fails: TypeError: a kernel that does not run"
+    assert not checks(report, "generation")[0].ok and not report.ok
+    assert {c.fusion for c in checks(report, "site") if not c.ok} == {"rms_norm"}
+
+
+def test_a_fused_backward_that_fails_has_failed_a_check(monkeypatch):
+    monkeypatch.setattr(gradients.Rows, "backward", staticmethod(lambda ctx, grad: 1 / 0))
+    report = fk.plan(Pair()).verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
+    (check,) = checks(report, "gradients")
+    assert not check.ok and "ZeroDivisionError" in check.detail
+    assert all(check.ok for check in checks(report, "outputs"))
+
+
+def test_an_interrupt_is_not_caught():
+    with pytest.raises(KeyboardInterrupt):
+        fk.plan(Fails(lambda x: True, KeyboardInterrupt)).verify({"x": torch.randn(2, 4)})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fork_without_a_float64_run_is_judged_by_the_tokens(fails):
+    before, after = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 4 if fails else 3]])
+    check = text_check(before, after, 2, 1.0, lambda row, tokens: None)
+    assert check.ok is not fails and ("no float64 run" in check.detail) is fails
+
+
+def test_a_fork_that_float64_tells_apart_fails():
+    before, after = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 0]])
+    logits = torch.tensor([0.0, 0.0, 0.0, 0.5])
+    assert text_check(before, after, 2, 0.6, lambda row, tokens: logits).ok
+    assert not text_check(before, after, 2, 0.4, lambda row, tokens: logits).ok
+
+
+def test_logits_after_a_padded_prompt_are_those_of_generate():
+    model = small_llama()
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    inputs = {"input_ids": torch.randint(60, (2, 4)), "attention_mask": mask}
+    ids = generated(model, inputs, 4).ids
+    for row in (0, 1):
+        found = [int(next_logits(model, inputs, row, ids[row, :end]).argmax()) for end in range(4, 8)]
+        assert found == ids[row, 4:].tolist()
+
+
+# -- inputs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [torch.randn(2, 4), (torch.randn(2, 4),), {0: torch.randn(2, 4)}])
+def test_inputs_are_keyword_arguments(wrong):
+    with pytest.raises(fk.FusekitError, match=r"dict of the forward's keyword arguments.*\{'x': \.\.\.\}"):
+        fk.plan(Pair()).verify(wrong)
+
+
+def test_names_that_the_forward_does_not_take_are_named():
+    plan = fk.plan(Pair())
+    with pytest.raises(fk.FusekitError, match=r"Pair.forward takes no 'y'; it takes x"):
+        plan.verify({"y": torch.randn(2, 4)})
+    with pytest.raises(fk.FusekitError, match=r"missing a required argument: 'x'"):
+        plan.verify({})
+    with plan.apply(), pytest.raises(fk.FusekitError, match=r"Pair.forward takes no 'y'; it takes x"):
+        plan.verify({"y": torch.randn(2, 4)})
+
+
+def test_a_plan_made_with_inputs_is_verified_as_it_is():
+    class Flat(Pair):
+        def forward(self, x, shift=None):
+            if shift is not None:
+                x = x + shift
+            return self.a(x), self.b(x)
+
+    x, shift = torch.randn(2, 4), torch.randn(4)
+    plan = fk.plan(Flat(), {"x": x, "shift": shift})
+    report = plan.verify({"x": x, "shift": shift}, skip=NO_TEXT)
+    assert report.ok and report.sites == 1, report
+
+
+def test_a_module_replaced_since_the_plan_is_named():
+    model = nn.Sequential(Pair())
+    plan = fk.plan(model)
+    model[0] = Pair()
+    with pytest.raises(fk.FusekitError, match=r"^0: another module is in its place.*plan again"):
+        plan.verify({"input": torch.randn(2, 4)})
+
+
+def test_a_cache_among_the_inputs_grows_in_no_run():
+    model = small_llama()
+    ids = torch.randint(60, (2, 6))
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    length = cache.get_seq_length()
+    report = fk.plan(model).verify({"input_ids": ids, "past_key_values": cache}, skip=("generation",))
+    assert cache.get_seq_length() == length
+    assert report.ok, report
+
+
+# -- bits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+)
+def test_a_negative_zero_is_no_zero(dtype):
+    zero = torch.zeros(3, dtype=dtype)
+    assert same_bits(zero, zero.clone()) and not same_bits(zero, -zero)
+
+
+def test_bits_of_every_kind():
+    nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert same_bits(nan, nan.clone()) and not same_bits(nan, nan.flip(0))
+    small = torch.tensor([0.0, 1.5]).to(torch.float8_e4m3fn)
+    assert same_bits(small, small.clone()) and not same_bits(small, (-small.float()).to(small.dtype))
+    for left in (torch.tensor([True, False]), torch.tensor(3), torch.empty(0), torch.randn(3, 4).t()):
+        assert same_bits(left, left.clone())
+    assert not same_bits(torch.tensor([True]), torch.tensor([False]))
+    assert not same_bits(torch.tensor(3), torch.tensor(4))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.int32))
+    assert same_bits(torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]))
+
+
+# -- the reference -----------------------------------------------------------------------------
 
 
 def test_the_float64_run_lifts_casts_and_new_tensors():

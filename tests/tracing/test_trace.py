@@ -15,6 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
+from fusekit.errors import FusekitError
 from fusekit.forward import text_at
 from fusekit.tracing import trace
 
@@ -707,8 +708,8 @@ def test_interrupt_passes_through_and_leaves_nothing(error):
     assert torch.get_default_device() == torch.device("cpu")
 
 
-def test_no_module_is_a_type_error():
-    with pytest.raises(TypeError, match="not function"):
+def test_no_module_is_an_error_that_says_what_to_pass():
+    with pytest.raises(FusekitError, match="takes a module, not function: pass"):
         trace(trace)
 
 
