@@ -281,7 +281,8 @@ def _holds_all(value: Any, state: dict[str, Any]) -> bool:
 
     A `functools.partial` holds its function in fields of its own, a class with slots its values.
     """
-    return type(value).__basicsize__ == _Bare.__basicsize__ and _is_plain_data(state)
+    slots = any(base.__dict__.get("__slots__") for base in type(value).__mro__)
+    return not slots and type(value).__basicsize__ == _Bare.__basicsize__ and _is_plain_data(state)
 
 
 def _is_plain_data(value: Any, depth: int = 0) -> bool:
