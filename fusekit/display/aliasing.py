@@ -33,7 +33,7 @@ def _seen_html(observed: bool | None) -> Html:
 
 def _why(evidence: Evidence) -> str:
     at = f"line {evidence.line}: " if evidence.line else ""
-    return f"{at}{clip(evidence.text, 100)} ({evidence.kind})"
+    return f"{at}{evidence.kind}: {clip(evidence.text, 100)}"
 
 
 def _names(names: tuple[str, ...]) -> str:

@@ -46,7 +46,9 @@ def test_the_saved_tour_reads_well(open_notebook, shot, theme, trusted):
     page = open_notebook(TOUR, run=False, trusted=trusted, theme=theme)
     outputs = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
     outputs.first.wait_for()
-    shot(page, f"{theme}-{'trusted' if trusted else 'untrusted'}")
+    kind = f"{theme}-{'trusted' if trusted else 'untrusted'}"
+    for number, words in enumerate(["deprecate_kwarg", "share with no other", "121 sites", "lines new", "ok"]):
+        shot(outputs.filter(has_text=words).first, f"{kind}-{number}")
     assert outputs.get_by_text("LlamaAttention").count() > 0
     assert outputs.locator("table").count() >= 5
     assert (page.locator(".jp-OutputArea-output svg[role=img]").count() > 0) == trusted

@@ -13,7 +13,7 @@ def test_a_set_stands_with_its_evidence_and_what_the_run_saw(read):
     steps = (Evidence(7, "x.view(-1)", "view", True), Evidence(9, "y.reshape(4)", "may be a view", None))
     some = report([AliasSet(("x", "y", "z"), steps), AliasSet(("w",), ())])
     text = display.text(some)
-    assert "x, y, z            line 7: x.view(-1) (view)" in text and "not run" in text
+    assert "x, y, z            line 7: view: x.view(-1)" in text and "not run" in text
     assert "1 alias set" in text and "share with no other name: w" in text
     seen = read(display.html(some)).text
     assert "x.view(-1)" in seen and "may be a view" in seen and "yes" in seen
@@ -28,7 +28,7 @@ def test_a_name_that_shares_somewhere_is_not_called_alone():
         ]
     )
     assert "share with no other name: z" in display.text(some)
-    assert "  getitem (view)" in display.text(some)  # made by no line of the source
+    assert "view: getitem" in display.text(some)  # made by no line of the source
 
 
 def test_no_write_is_said_out_loud(read):
