@@ -6,7 +6,7 @@ import pytest
 
 TOUR = Path(__file__).parents[2] / "notebooks" / "01_tour.ipynb"
 
-# Every text that a fusekit output shows: its contrast with the ground behind it (WCAG 2), and its words.
+# Of every text that an output shows: its contrast with the ground behind it (WCAG 2), and its words.
 CONTRASTS = """() => {
     const channel = v => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4 }
     const parse = text => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number)
@@ -47,8 +47,8 @@ def test_the_saved_tour_reads_well(open_notebook, shot, theme, trusted):
     outputs = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
     outputs.first.wait_for()
     kind = f"{theme}-{'trusted' if trusted else 'untrusted'}"
-    for number, words in enumerate(["deprecate_kwarg", "share with no other", "121 sites", "lines new", "ok"]):
-        shot(outputs.filter(has_text=words).first, f"{kind}-{number}")
+    for words in ("deprecate_kwarg", "share with no other", "121 sites", "lines new", "float64 allows"):
+        shot(outputs.filter(has_text=words).first, f"{kind}-{words.replace(' ', '-')}")
     assert outputs.get_by_text("LlamaAttention").count() > 0
     assert outputs.locator("table").count() >= 5
     assert (page.locator(".jp-OutputArea-output svg[role=img]").count() > 0) == trusted
