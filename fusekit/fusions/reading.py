@@ -2,7 +2,8 @@
 
 A `Reading` follows statements and expressions in the order of their evaluation. It passes only
 what runs no foreign code and writes nothing: names, metadata, plain attributes, arithmetic on
-numbers and sizes, torch operators whose schema says so, plain linears and proven RMSNorms.
+numbers and sizes, torch operators whose schema says so, plain linears, and the submodules that the
+plan proves for each instance: RMSNorms and known activations, without hooks.
 """
 
 import ast
