@@ -26,22 +26,40 @@ def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objectio
     seen: set[frozenset[ast.Call]] = set()
     for group in sibling_groups(view):
         nodes = [node for node in group if node.target not in taken or node.target in view.freed]
-        if len(nodes) < 2:
-            continue
-        fusion, ordered = role(view.trace, nodes)
-        parts = tuple(str(node.target) for node in ordered)
-        try:
-            calls = frozenset(merged_calls(view, ordered))
-            if calls in seen:  # the same calls again, in another round of a loop
-                continue
-            seen.add(calls)
-            match = merge_match(view, fusion, ordered)
-            if len({node.args for node in nodes}) > 1:
-                raise Refused("input-written", "the input is written between the parts", _line(nodes[-1]))
-            yield match
-        except Refused as refused:
-            yield refused.objection(fusion, parts)
+        if len(nodes) > 1:
+            yield from _merged(view, nodes, seen)
     yield from _apart(view)
+
+
+def _merged(
+    view: ForwardView, nodes: list[fx.Node], seen: set[frozenset[ast.Call]]
+) -> Iterator[Match | Objection]:
+    """The merge of `nodes`; else the objection, and the merges of those that read it by one name."""
+    fusion, ordered = role(view.trace, nodes)
+    try:
+        calls = frozenset(merged_calls(view, ordered))
+        if calls in seen:  # the same calls again, in another round of a loop
+            return
+        seen.add(calls)
+        match = merge_match(view, fusion, ordered)
+        if len({node.args for node in nodes}) > 1:
+            raise Refused("input-written", "the input is written between the parts", _line(nodes[-1]))
+        yield match
+    except Refused as refused:
+        yield refused.objection(fusion, tuple(str(node.target) for node in ordered))
+        for some in _by_name(view, nodes):
+            if _several(some) and len(some) < len(nodes):
+                yield from _merged(view, some, seen)
+
+
+def _by_name(view: ForwardView, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    """`nodes` apart by the text of what they are called with: cross attention gives q another name."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        call = view.call_of(node)
+        if call is not None and len(call.args) == 1:
+            found.setdefault(ast.unparse(call.args[0]), []).append(node)
+    return list(found.values())
 
 
 def _apart(view: ForwardView) -> Iterator[Objection]:

@@ -510,3 +510,27 @@ def test_submodule_between_the_parts_that_overrides_call_is_no_norm():
     module = NormBetween()
     module.norm = Counting(8)
     assert refusal(module).reason == "input-may-be-written"
+
+
+class Cross(nn.Module):
+    """Without a context all three read one value, q under another name than k and v."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, context=None):
+        source = x if context is None else context
+        q, k, v = self.q(x), self.k(source), self.v(source)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_those_that_read_it_by_one_name_merge_without_the_other():
+    model = Cross()
+    plan = fk.plan(model)
+    assert [(site.fusion, site.parts) for site in plan.sites] == [("kv", ("k", "v"))]
+    assert [(no.fusion, no.reason) for no in plan.refusals] == [("qkv", "different-inputs")]
+    x, context = torch.randn(2, 5, 8), torch.randn(2, 3, 8)
+    want = model(x), model(x, context)
+    with plan.apply():
+        torch.testing.assert_close((model(x), model(x, context)), want)
