@@ -276,7 +276,8 @@ def _sentence(error: Exception, function: FunctionType, line: int) -> str:
     else:
         why = "it failed there"
     where = f"{short_path(function.__code__.co_filename)}:{line}"
-    return f"the forward cannot be followed past {where}: {why} ({type(error).__name__}: {text})"
+    # The cause comes first: tables cut long texts at their end.
+    return f"the trace stops: {why} ({type(error).__name__}: {text}), at {where}"
 
 
 def _one_line(error: Exception) -> str:
