@@ -18,6 +18,9 @@ from fusekit.forward.source import ForwardSource, NoSource, cell_contents, sourc
 SIMPLE = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 TORCH_STATE = frozenset(nn.Module().__dict__) - {"training"}
 SIMPLE_TYPES = frozenset(SIMPLE)  # told by a look-up, which is quicker than isinstance
+# With one of these the names of locals are data: what a forward reads is not in its text, and probes
+# or a rewrite, which add names, would be seen.
+SEES_NAMES = frozenset({"locals", "vars", "dir", "eval", "exec"})
 LONG = 1000  # a container with more than this is not looked through
 DEPTH = 4  # how far methods of the module that a forward calls are read themselves
 
@@ -68,7 +71,7 @@ def _reads(tree: ast.FunctionDef, own: str) -> _Reads:
         if isinstance(node, ast.Name):
             if node.id in (own, "super"):
                 bare.append(node)
-            complete &= node.id not in ("vars", "locals", "eval", "exec")
+            complete &= node.id not in SEES_NAMES
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)

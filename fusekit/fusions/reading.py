@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import fx
 
 from fusekit.forward import Span, original_class
-from fusekit.forward.reads import DYNAMIC, MISSING, attribute_chain, module_attribute
+from fusekit.forward.reads import DYNAMIC, MISSING, SEES_NAMES, attribute_chain, module_attribute
 from fusekit.fusions.match import Refused
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing.schema import node_effect, operator_name
@@ -30,8 +30,6 @@ SEQUENCES = (torch.Size, tuple, list)
 RANDOM = frozenset(
     {"dropout", "bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "alpha_dropout"}
 )
-# With one of these the names of locals are data, and a rewrite adds names.
-SEES_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 
 @dataclass
@@ -50,7 +48,7 @@ class Reading:
     passed: set[ast.AST] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        seen = sorted(SEES_LOCALS & self.view.names)
+        seen = sorted(SEES_NAMES & self.view.names)
         if seen:
             raise Refused(
                 "module-escapes",

@@ -10,7 +10,7 @@ import torch.nn as nn
 from fusekit.fusions import Analysis, Match, Objection, Refusal, analyse
 from fusekit.kernels import activation_name
 from fusekit.model.binding import applied_matches
-from fusekit.model.storage import is_plain
+from fusekit.model.storage import is_plain, is_untouched
 
 QUANTIZERS = (
     "bitsandbytes",
@@ -103,12 +103,7 @@ def refusal_from(name: str, module: nn.Module, analysis: Analysis, objection: Ob
 
 def is_proven_norm(module: nn.Module) -> bool:
     """Whether a submodule is an RMSNorm and nothing else: no hook, no forward of its own."""
-    state = module.__dict__
-    hooked = any(
-        state[name]
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
-    if hooked or "forward" in state or type(module).__call__ is not nn.Module.__call__:
+    if not is_untouched(module) or type(module).__call__ is not nn.Module.__call__:
         return False
     if type(module) is nn.RMSNorm:
         return True

@@ -273,14 +273,17 @@ class MergedLinear:
 
 def is_plain(part: Any) -> bool:
     """Whether a module is exactly a linear: no subclass, hook, or forward of its own."""
-    if type(part) is not nn.Linear:
-        return False
+    return type(part) is nn.Linear and is_untouched(part)
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether no hook and no forward of the instance's own comes between a call and its class's forward."""
     return not (
-        part._forward_hooks
-        or part._forward_pre_hooks
-        or part._backward_hooks
-        or part._backward_pre_hooks
-        or "forward" in part.__dict__
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
     )
 
 

@@ -16,7 +16,7 @@ import torch.nn as nn
 from fusekit.errors import FusekitError
 from fusekit.forward import ForwardSource, NoSource, Span, forward_chain, source_of
 from fusekit.forward.edits import text_at
-from fusekit.forward.reads import global_names
+from fusekit.forward.reads import SEES_NAMES, global_names
 from fusekit.forward.source import short_path
 from fusekit.tracing.inputs import made_up_inputs
 from fusekit.tracing.instrument import BIND, OPERAND, TEST, instrumented
@@ -289,7 +289,7 @@ def _one_line(error: Exception) -> str:
 
 def _asks_for_its_names(source: ForwardSource) -> bool:
     """Whether the forward would see the probes: `locals()` holds them too."""
-    return not {"locals", "vars", "dir", "eval", "exec"}.isdisjoint(global_names(source.chain[-1].__code__))
+    return not SEES_NAMES.isdisjoint(global_names(source.chain[-1].__code__))
 
 
 def _runs_later(value: Any) -> bool:

@@ -512,6 +512,29 @@ def test_submodule_between_the_parts_that_overrides_call_is_no_norm():
     assert refusal(module).reason == "input-may-be-written"
 
 
+def test_norm_between_the_parts_whose_call_does_more_than_its_forward_is_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.rand(8) + 0.5), 1e-6
+
+        def forward(self, x):
+            h = x.to(torch.float32)
+            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * h.to(x.dtype)
+
+    class Telling(Own):
+        def __call__(self, x):
+            print("a call that the trace does not see")
+            return super().__call__(x)
+
+    module = NormBetween()
+    module.norm = Own()
+    assert ("", "columns") in {(site.name, site.fusion) for site in fk.plan(module).sites}
+    module.norm = Telling()
+    assert refusal(module).reason == "input-may-be-written"
+
+
 class Cross(nn.Module):
     """Without a context all three read one value, q under another name than k and v."""
 
