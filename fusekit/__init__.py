@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusekit.errors import FusekitError
 from fusekit.forward import source
-from fusekit.fusions import REASONS
+from fusekit.fusions import REASONS, fusion
 from fusekit.model import Fused, Plan, Site, fuse, plan, revert
 from fusekit.tracing import aliasing, trace
 
@@ -31,6 +31,7 @@ __all__ = [
     "Site",
     "aliasing",
     "fuse",
+    "fusion",
     "load_ipython_extension",
     "plan",
     "revert",

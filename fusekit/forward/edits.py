@@ -16,6 +16,11 @@ class Edit:
     span: Span
     text: str
 
+    def overlaps(self, other: "Edit") -> bool:
+        """Whether only one of both can be made: `apply_edits` takes insertions next to a span, not in it."""
+        mine, theirs = self.span, other.span
+        return mine.start < theirs.end and theirs.start < mine.end
+
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     """`text` with every edit made; raises `FusekitError` when two of them overlap or one is no place in it.

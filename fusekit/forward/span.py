@@ -17,6 +17,14 @@ class Span:
     end_line: int
     end_column: int
 
+    @property
+    def start(self) -> tuple[int, int]:
+        return self.line, self.column
+
+    @property
+    def end(self) -> tuple[int, int]:
+        return self.end_line, self.end_column
+
     @classmethod
     def of(cls, node: ast.expr | ast.stmt | ast.arg) -> "Span":
         """The span of an AST node that came from a parse."""

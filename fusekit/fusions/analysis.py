@@ -22,6 +22,7 @@ from fusekit.forward.reads import Uncachable, bare_uses, describe, global_names,
 from fusekit.fusions.glu import find_glus
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.merge import find_merges, sibling_groups
+from fusekit.fusions.own import find_own, own_fusions
 from fusekit.fusions.reached import linears_in, linears_reached
 from fusekit.fusions.rms_norm import find_norms
 from fusekit.fusions.roles import role
@@ -30,8 +31,6 @@ from fusekit.fusions.view import ForwardView
 from fusekit.tracing import Trace, is_leaf_call
 from fusekit.tracing.inputs import Inputs
 from fusekit.tracing.trace import run_trace
-
-FUSIONS = ("qkv", "kv", "columns", "glu", "rms_norm")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,8 @@ def analyse(module: nn.Module, inputs: Inputs | None = None) -> Analysis:
     except NoSource as error:
         return _without_source(module, error)
     remembered = _remembered.setdefault(source.function, _Remembered())
-    if not remembered.analyses and not _is_worth_tracing(module, source):
+    # A user's own fusion may be about anything.
+    if not (remembered.analyses or own_fusions or _is_worth_tracing(module, source)):
         return NOTHING
     try:
         known = remembered.analyses.get(_key(module, source, remembered.by_type, inputs))
@@ -109,7 +109,8 @@ def _key(
         if name.startswith("merged_") and not getattr(module.__dict__.get(name), "is_merged_storage", False)
     )
     read = key(module, source, by_type or frozenset())
-    return original_class(module).__mro__, bool(module.training), taken, read, describe(inputs, module)
+    users, given = tuple(own_fusions.values()), describe(inputs, module)
+    return original_class(module).__mro__, bool(module.training), taken, read, given, users
 
 
 def _without_source(module: nn.Module, error: NoSource) -> Analysis:
@@ -194,17 +195,19 @@ def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) ->
     trace = run_trace(module, *(inputs or ()))
     view = ForwardView(module, source, trace)
     name = view.new_name("kernels")
+    own = find_own(view, name)
+    checked = [found for found in own if isinstance(found, Match)]
+    objections = [found for found in own if isinstance(found, Objection)]
     if not trace.complete:
-        return Analysis(source, trace, (), tuple(_objections_of_partial(view)), name, inputs)
+        objections += _objections_of_partial(view)
+        return Analysis(source, trace, (), tuple(objections), name, inputs)
     matches: list[Match] = []
-    objections: list[Objection] = []
     taken: set[str] = set()
     for found in (*find_norms(view, name), *find_glus(view, name)):
         (matches if isinstance(found, Match) else objections).append(found)  # type: ignore[arg-type]
         taken.update(found.parts)
     for found in find_merges(view, taken):
         (matches if isinstance(found, Match) else objections).append(found)  # type: ignore[arg-type]
-    checked: list[Match] = []
     for match in matches:
         tried = try_out(view, match, name)
         (checked if isinstance(tried, Match) else objections).append(tried)  # type: ignore[arg-type]

@@ -1,8 +1,12 @@
 """What a fusion finds in a forward: a match, or an objection."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusekit.forward import Edit
+
+FUSIONS = ("qkv", "kv", "columns", "glu", "rms_norm")  # those that fusekit finds by itself
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,9 @@ class Match:
     product will not do for an output. `norms` are submodules that must be proven RMSNorms and
     `activations` ones that must be exactly a known activation, both without hooks: the proof leans
     on them. `linears` are other linears that run between the parts and must be plain.
+
+    A user's own fusion calls `functions` (name in the rewritten text, function) in the place of the
+    submodules `replaced`, whose hooks would no longer be called: they must carry none.
     """
 
     fusion: str
@@ -26,6 +33,14 @@ class Match:
     norms: frozenset[str] = field(default=frozenset())
     activations: frozenset[str] = field(default=frozenset())
     linears: frozenset[str] = field(default=frozenset())
+    functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
+    replaced: frozenset[str] = field(default=frozenset())
+
+    def overlaps(self, other: "Match") -> bool:
+        """Whether both take a part, or a place in the text, that only one can have."""
+        if not set(self.parts).isdisjoint(other.parts):
+            return True
+        return any(mine.overlaps(theirs) for mine in self.edits for theirs in other.edits)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ REASONS: dict[str, str] = {
     "no-source": "there is no source text for the code that runs",
     "not-this-function": "it looks like the fused function, and is not exactly that",
     "offloaded": "the weights of a part are kept elsewhere and come in with its call",
+    "overlapping": "another fusion takes a part of it, or its place in the forward",
     "parametrized": "a weight is computed by a parametrization",
     "quantized": "a part's weight is quantized or not a plain floating tensor",
     "source-is-stale": "the file was edited since the code was imported",

@@ -25,8 +25,9 @@ def try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objec
     Where that shows (a view that they cannot give, an output that is handed out as it is, a
     reshape that copies and is then written), the slices are copied out: the match is `copied`.
     """
+    names = {kernels_name: kernels, **dict(match.functions)}
     try:
-        function = compile_edited(view.source, match.edits, {kernels_name: kernels})[-1]
+        function = compile_edited(view.source, match.edits, names)[-1]
     except NoSource as error:
         return Objection(match.fusion, error.reason, str(error), error.line, match.parts)
     except (SyntaxError, FusekitError) as error:

@@ -42,16 +42,21 @@ def fused_class(cls: type, source: ForwardSource, kernels_name: str, matches: tu
     found = _classes.get(key)
     if found is None:
         edits = tuple(sorted(edit for match in matches for edit in match.edits))
-        found = _make_class(cls, source, kernels_name, edits, matches)
+        functions = {name: function for match in matches for name, function in match.functions}
+        found = _make_class(cls, source, {**functions, kernels_name: kernels}, edits, matches)
         _classes[key] = found
     return found
 
 
 def _make_class(
-    cls: type, source: ForwardSource, kernels_name: str, edits: tuple[Edit, ...], matches: tuple[Match, ...]
+    cls: type,
+    source: ForwardSource,
+    names: dict[str, Any],
+    edits: tuple[Edit, ...],
+    matches: tuple[Match, ...],
 ) -> type:
-    forward = compile_edited(source, edits, {kernels_name: kernels})[0]
-    names: dict[str, Any] = {
+    forward = compile_edited(source, edits, names)[0]
+    members: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -60,7 +65,7 @@ def _make_class(
         "__reduce_ex__": _reduce_as_original,
     }
     if any(match.storage for match in matches):
-        names |= {
+        members |= {
             "_apply": _apply_and_settle,
             "_load_from_state_dict": _load_and_settle,
             "state_dict": _state_dict_apart,
@@ -74,8 +79,8 @@ def _make_class(
         for name in ("__reduce__", "__reduce_ex__", "__getstate__")
     )
     if own_copy or not by_reduce:  # else a copy is made as a pickle is: of the module as it was
-        names["__deepcopy__"] = _deepcopy_fused
-    made: type = type(cls)(cls.__name__, (cls,), names)
+        members["__deepcopy__"] = _deepcopy_fused
+    made: type = type(cls)(cls.__name__, (cls,), members)
     # Some bases wrap `forward` in __init_subclass__; the one compiled here is wrapped already.
     made.forward = forward  # type: ignore[attr-defined]
     return made

@@ -68,13 +68,18 @@ def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, u
 
     if "forward" in module.__dict__:
         return refusal("instance-forward", "another tool put a forward on this instance; take it off first")
-    for part in match.parts:
+    for part in match.parts if match.storage else ():
         found = _part_objection(part, module.get_submodule(part), uses)
         if found:
             return refusal(*found, match.line)
-    found = _group_objection(match.parts, [module.get_submodule(part) for part in match.parts], uses)
-    if found:
-        return refusal(*found, match.line)
+    for path in sorted(match.replaced):
+        found = _call_objection(path, module.get_submodule(path))
+        if found:
+            return refusal(*found, match.line)
+    if match.storage:
+        found = _group_objection(match.parts, [module.get_submodule(part) for part in match.parts], uses)
+        if found:
+            return refusal(*found, match.line)
     for linear in sorted(match.linears):
         if not is_plain(module.get_submodule(linear)):
             why = f"{linear} runs between the parts and is no plain linear (a subclass, or hooked)"
@@ -114,6 +119,22 @@ Found = tuple[str, str] | None
 
 
 def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
+    found = _call_objection(path, part)
+    if found:
+        return found
+    if type(part) is not nn.Linear:
+        return "subclass", f"{path} is a {type(part).__name__}, which may compute more than nn.Linear"
+    if uses.modules[id(part)] > 1:
+        return "tied", f"{path} is used in several places of the model"
+    for name, parameter in part._parameters.items():
+        found = _parameter_objection(f"{path}.{name}", parameter, uses)
+        if found:
+            return found
+    return None
+
+
+def _call_objection(path: str, part: nn.Module) -> Found:
+    """Why the call of a submodule cannot be left out: it does more than its class's forward says."""
     home = type(part).__module__
     if hasattr(part, "base_layer"):
         return "adapter", f"{path} is wrapped by an adapter ({type(part).__name__}); merge the adapter first"
@@ -121,20 +142,14 @@ def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
         return "quantized", f"{path} is a {type(part).__name__} of {home}: fuse before quantizing"
     if "parametrizations" in part._modules:
         return "parametrized", f"the weight of {path} is computed by a parametrization; remove it first"
-    if type(part) is not nn.Linear:
+    if isinstance(part, nn.Linear) and type(part) is not nn.Linear:
         return "subclass", f"{path} is a {type(part).__name__}, which may compute more than nn.Linear"
     if hasattr(part, "_hf_hook"):
         return "offloaded", f"{path} is offloaded or dispatched by accelerate; remove its hooks first"
     if "forward" in part.__dict__:
         return "instance-forward", f"another tool put a forward on {path}"
-    if not is_plain(part):
+    if not is_untouched(part) or type(part).__call__ is not nn.Module.__call__:
         return "hooked", f"{path} carries hooks, which would no longer be called; remove them first"
-    if uses.modules[id(part)] > 1:
-        return "tied", f"{path} is used in several places of the model"
-    for name, parameter in part._parameters.items():
-        found = _parameter_objection(f"{path}.{name}", parameter, uses)
-        if found:
-            return found
     return None
 
 

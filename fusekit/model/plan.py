@@ -15,7 +15,7 @@ import torch.nn as nn
 from fusekit.errors import FusekitError
 from fusekit.forward import SourceDiff, edited_text, original_class
 from fusekit.forward.once import nothing_changes
-from fusekit.fusions import FUSIONS, Analysis, Match, Refusal, analyse
+from fusekit.fusions import FUSIONS, Analysis, Match, Objection, Refusal, analyse, own_fusions
 from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
 from fusekit.shown import Shown
@@ -213,7 +213,7 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise FusekitError(f"plan() takes a module, not {type(model).__name__}: pass the model itself")
-    wanted = _fusions(only, FUSIONS) - _fusions(exclude, ())
+    wanted = _fusions(only, (*FUSIONS, *own_fusions)) - _fusions(exclude, ())
     patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
     modules = dict(model.named_modules())
     chosen = _chosen(modules, patterns)
@@ -232,19 +232,28 @@ def plan(
             for match in done
             if match.fusion in wanted
         ]
-        taken = {part for match in done for part in match.parts}
+        kept = list(done)
         for match in analysis.matches:
-            if match.fusion not in wanted or match in done or taken & set(match.parts):
+            if match.fusion not in wanted or match in done:
                 continue
             refusal = refusal_of(name, module, analysis, match, uses)
+            taken = next((other for other in kept if other.overlaps(match)), None)
+            if taken and not refusal:
+                refusal = refusal_from(name, module, analysis, _overlapping(match, taken))
             if refusal:
                 refusals.append(refusal)
             else:
+                kept.append(match)
                 sites.append(Site(name, match.fusion, match.parts, module, match, analysis))
         for objection in analysis.objections:
             if objection.fusion in wanted:
                 refusals.append(refusal_from(name, module, analysis, objection))
     return Plan(model, tuple(sites), tuple(refusals), tuple(applied))
+
+
+def _overlapping(match: Match, taken: Match) -> Objection:
+    why = f"{taken.fusion} takes a part of it, or its place in the forward; exclude {taken.fusion} to have it"
+    return Objection(match.fusion, "overlapping", why, match.line, match.parts)
 
 
 def _inputs_by_module(model: nn.Module, inputs: Any) -> dict[str, Inputs]:
@@ -275,9 +284,10 @@ def _fusions(names: Iterable[str] | str | None, default: Iterable[str]) -> set[s
         return set(default)
     chosen = [names] if isinstance(names, str) else list(names)
     for name in chosen:
-        if name not in FUSIONS:
+        known = (*FUSIONS, *own_fusions)
+        if name not in known:
             raise FusekitError(
-                f"there is no fusion {name!r}{_did_you_mean(name, FUSIONS)}; there are {', '.join(FUSIONS)}"
+                f"there is no fusion {name!r}{_did_you_mean(name, known)}; there are {', '.join(known)}"
             )
     return set(chosen)
 
