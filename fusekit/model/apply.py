@@ -11,6 +11,7 @@ from fusekit.forward import original_class
 from fusekit.fusions import Match, analyse
 from fusekit.model.binding import applied_matches, bind, fused_class, is_fused, unbind
 from fusekit.model.checks import Uses, refusal_of
+from fusekit.model.choice import Choice
 from fusekit.model.plan import Plan, Site, plan
 from fusekit.shown import Shown
 
@@ -161,18 +162,30 @@ def fuse(model: nn.Module, **options: Any) -> Fused:
     return plan(model, **options).apply()
 
 
-def revert(model: nn.Module) -> None:
-    """Take every fusion off `model`, whichever plan applied it.
+def revert(
+    model: nn.Module,
+    *,
+    only: Iterable[str] | str | None = None,
+    exclude: Iterable[str] | str = (),
+    layers: Iterable[str] | str | None = None,
+) -> None:
+    """Take the fusions off `model`, whichever plan applied them: all, or those chosen as in `plan`.
 
-    Raises `FusekitError` when nothing is applied.
+    A module keeps the rewrites that are not chosen: its forward is compiled from the original again.
+    Raises `FusekitError`, with nothing changed, when nothing is applied there.
     """
     if not isinstance(model, nn.Module):
         raise FusekitError(f"revert() takes a module, not {type(model).__name__}")
+    chosen = Choice.of(model, only, exclude, layers)
     left = [
         Site(name, match.fusion, match.parts, module, match, analyse(module), True)
-        for name, module in model.named_modules()
+        for name, module in chosen.modules.items()
         for match in applied_matches(module)
+        if chosen.takes(match.fusion)
     ]
     if not left:
-        raise FusekitError(f"nothing is fused in this {type(model).__name__}: there is nothing to revert")
+        what = "that was chosen " if only or exclude or layers else ""
+        raise FusekitError(
+            f"nothing {what}is fused in this {type(model).__name__}: there is nothing to revert"
+        )
     _take_off(_taken_off(left))

@@ -1,7 +1,5 @@
 """`plan(model)`: every site and refusal of a model, with nothing changed."""
 
-import difflib
-import fnmatch
 import functools
 import inspect
 from collections.abc import Iterable, Mapping
@@ -15,9 +13,10 @@ import torch.nn as nn
 from fusekit.errors import FusekitError
 from fusekit.forward import SourceDiff, edited_text, original_class
 from fusekit.forward.once import nothing_changes
-from fusekit.fusions import FUSIONS, Analysis, Match, Objection, Refusal, analyse, own_fusions
+from fusekit.fusions import Analysis, Match, Objection, Refusal, analyse
 from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
+from fusekit.model.choice import Choice, did_you_mean
 from fusekit.shown import Shown
 from fusekit.tracing import AliasReport, Assumption, Trace, aliasing
 from fusekit.tracing.inputs import Inputs, inputs_of_modules
@@ -213,28 +212,25 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise FusekitError(f"plan() takes a module, not {type(model).__name__}: pass the model itself")
-    wanted = _fusions(only, (*FUSIONS, *own_fusions)) - _fusions(exclude, ())
-    patterns = [layers] if isinstance(layers, str) else None if layers is None else list(layers)
-    modules = dict(model.named_modules())
-    chosen = _chosen(modules, patterns)
+    chosen = Choice.of(model, only, exclude, layers)
     uses = Uses.of(model)
     sites: list[Site] = []
     refusals: list[Refusal] = []
     applied: list[Site] = []
     with nothing_changes():
         given = _inputs_by_module(model, inputs)
-        analyses = {name: analyse(modules[name], given.get(name)) for name in chosen}
+        analyses = {name: analyse(module, given.get(name)) for name, module in chosen.modules.items()}
     for name, analysis in analyses.items():
-        module = modules[name]
+        module = chosen.modules[name]
         done = applied_matches(module)
         applied += [
             Site(name, match.fusion, match.parts, module, match, analysis, True)
             for match in done
-            if match.fusion in wanted
+            if chosen.takes(match.fusion)
         ]
         kept = list(done)
         for match in analysis.matches:
-            if match.fusion not in wanted or match in done:
+            if not chosen.takes(match.fusion) or match in done:
                 continue
             refusal = refusal_of(name, module, analysis, match, uses)
             taken = next((other for other in kept if other.overlaps(match)), None)
@@ -246,7 +242,7 @@ def plan(
                 kept.append(match)
                 sites.append(Site(name, match.fusion, match.parts, module, match, analysis))
         for objection in analysis.objections:
-            if objection.fusion in wanted:
+            if chosen.takes(objection.fusion):
                 refusals.append(refusal_from(name, module, analysis, objection))
     return Plan(model, tuple(sites), tuple(refusals), tuple(applied))
 
@@ -279,42 +275,11 @@ def _inputs_by_module(model: nn.Module, inputs: Any) -> dict[str, Inputs]:
     return inputs_of_modules(model, args, kwargs)
 
 
-def _fusions(names: Iterable[str] | str | None, default: Iterable[str]) -> set[str]:
-    if names is None or names == ():
-        return set(default)
-    chosen = [names] if isinstance(names, str) else list(names)
-    for name in chosen:
-        known = (*FUSIONS, *own_fusions)
-        if name not in known:
-            raise FusekitError(
-                f"there is no fusion {name!r}{_did_you_mean(name, known)}; there are {', '.join(known)}"
-            )
-    return set(chosen)
-
-
-def _chosen(modules: dict[str, nn.Module], patterns: list[str] | None) -> list[str]:
-    if patterns is None:
-        return list(modules)
-    chosen: set[str] = set()
-    for pattern in patterns:
-        heads = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
-        if not heads:
-            raise FusekitError(f"layers={pattern!r} matches no module{_did_you_mean(pattern, modules)}")
-        under = tuple(f"{head}." for head in heads if head)
-        chosen |= set(heads) | {name for name in modules if name.startswith(under)}
-    return [name for name in modules if name in chosen]
-
-
 def _module_at(model: nn.Module, path: str) -> nn.Module:
     try:
         return model.get_submodule(path)
     except AttributeError:
         names = [name for name, _ in model.named_modules()]
         raise FusekitError(
-            f"there is no module {path!r} in {type(model).__name__}{_did_you_mean(path, names)}"
+            f"there is no module {path!r} in {type(model).__name__}{did_you_mean(path, names)}"
         ) from None
-
-
-def _did_you_mean(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

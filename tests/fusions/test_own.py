@@ -360,6 +360,17 @@ def test_registering_a_name_again_replaces_it(linear_add):
     assert type(model) is Inline
 
 
+def test_what_a_removed_fusion_applied_stays_until_it_is_reverted(linear_add):
+    model = Inline()
+    twin = copy.deepcopy(model)
+    fused = fk.fuse(model)
+    linear_add.remove()
+    assert [site.fusion for site in fk.plan(model).applied] == ["linear_add"]
+    equal(model, twin)
+    fk.revert(model)
+    assert type(model) is Inline and fused.reverted
+
+
 def test_the_name_of_the_function_is_made_one_that_the_forward_does_not_use(linear_add):
     class Uses(Two):
         def forward(self, x, y):

@@ -210,6 +210,26 @@ def test_revert_of_the_whole_model_takes_off_every_plan():
     assert_as_before(model, before, weights)
 
 
+def test_one_fusion_of_one_layer_is_reverted_and_the_others_stay():
+    model = Model()
+    before, weights = picture(model), values(model)
+    x = torch.randn(3, 8)
+    want = model(x)
+    fused = fk.fuse(model)
+    (layer,) = {site.name for site in fused.sites if site.fusion == "glu" and site.name.endswith("1")}
+    left = {(site.name, site.fusion) for site in fused.sites} - {(layer, "glu")}
+    fk.revert(model, only="glu", layers=layer)
+    assert {(site.name, site.fusion) for site in fk.plan(model).applied} == left
+    assert [(site.name, site.fusion) for site in fk.plan(model).sites] == [(layer, "glu")]
+    torch.testing.assert_close(model(x), want)
+    with pytest.raises(fk.FusekitError, match="nothing that was chosen"):
+        fk.revert(model, only="glu", layers=layer)
+    fk.revert(model, exclude="qkv")
+    assert {site.fusion for site in fk.plan(model).applied} == {"qkv"}
+    fused.revert()
+    assert_as_before(model, before, weights)
+
+
 def test_applying_twice_and_reverting_twice_are_errors_that_destroy_nothing():
     model = Model()
     x = torch.randn(3, 8)

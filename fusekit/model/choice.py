@@ -1,0 +1,65 @@
+"""Which fusions of which modules: `only`, `exclude` and `layers`."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.nn as nn
+
+from fusekit.errors import FusekitError
+from fusekit.fusions import FUSIONS, own_fusions
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen modules by their paths, and which fusions of them."""
+
+    modules: dict[str, nn.Module]
+    only: frozenset[str] | None  # None: any
+    exclude: frozenset[str]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        only: Iterable[str] | str | None,
+        exclude: Iterable[str] | str,
+        layers: Iterable[str] | str | None,
+    ) -> "Choice":
+        """Raises `FusekitError` for a fusion that does not exist or a pattern that matches no module."""
+        modules = dict(model.named_modules())
+        if layers is not None:
+            modules = _matching(modules, [layers] if isinstance(layers, str) else layers)
+        return cls(modules, _fusions(only) or None, _fusions(exclude))
+
+    def takes(self, fusion: str) -> bool:
+        return fusion not in self.exclude and (self.only is None or fusion in self.only)
+
+
+def _fusions(names: Iterable[str] | str | None) -> frozenset[str]:
+    chosen = [names] if isinstance(names, str) else list(names or ())
+    known = (*FUSIONS, *own_fusions)
+    for name in chosen:
+        if name not in known:
+            raise FusekitError(
+                f"there is no fusion {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
+            )
+    return frozenset(chosen)
+
+
+def _matching(modules: dict[str, nn.Module], patterns: Iterable[str]) -> dict[str, nn.Module]:
+    chosen: set[str] = set()
+    for pattern in patterns:
+        heads = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not heads:
+            raise FusekitError(f"layers={pattern!r} matches no module{did_you_mean(pattern, modules)}")
+        under = tuple(f"{head}." for head in heads if head)
+        chosen |= set(heads) | {name for name in modules if name.startswith(under)}
+    return {name: module for name, module in modules.items() if name in chosen}
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` with the nearest of `names`, nothing where none is near."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
