@@ -80,8 +80,8 @@ class FusekitMagics(Magics):
           fused = %fusekit apply model --exclude rms_norm
           %fusekit revert fused
 
-        Only `apply` and `revert` change the model. The flags go with plan, diff, apply and verify of a
-        module. diff, apply and verify also take a plan, and diff, verify and revert what apply gave.
+        Only `apply` and `revert` change the model. The flags go with plan, diff, apply, revert and verify of
+        a module. diff, apply and verify also take a plan, and diff, verify and revert what apply gave.
         Each gives what the Python of the same name gives, fusekit.plan(model) and so on, so the result
         can be kept: plan = %fusekit plan model
         """
@@ -178,15 +178,20 @@ def _apply(asked: _Asked) -> Fused:
 
 
 def _revert(asked: _Asked) -> Fused | None:
-    asked.no_flags()
     if isinstance(asked.target, Fused):
+        asked.no_flags(": this is one plan's; with flags it takes the model")
         asked.target.revert()
         return asked.target
     model = asked.module(" or what apply gave")
-    number = sum(len(applied_matches(module)) for module in model.modules())
-    fusekit.revert(model)
+    before = _applied(model)
+    fusekit.revert(model, **asked.options)
+    number = before - _applied(model)
     print(f"{type(model).__name__}: {number} {'site' if number == 1 else 'sites'} reverted")
     return None
+
+
+def _applied(model: nn.Module) -> int:
+    return sum(len(applied_matches(module)) for module in model.modules())
 
 
 def _verify(asked: _Asked) -> Any:

@@ -223,6 +223,13 @@ def test_apply_takes_a_plan_and_revert_a_model(ask, model, capsys):
     capsys.readouterr()
     assert ask("%fusekit revert model") is None
     assert capsys.readouterr().out == "LlamaForCausalLM: 9 sites reverted\n"
+
+
+def test_revert_takes_flags_as_plan_does(ask, model, capsys):
+    ask("%fusekit apply model")
+    assert ask("%fusekit revert model --only glu --layers model.layers.0") is None
+    assert capsys.readouterr().out == "LlamaForCausalLM: 1 site reverted\n"
+    assert len(ask("%fusekit plan model").applied) == 8
     assert not fusekit.plan(model).applied
 
 
@@ -265,7 +272,7 @@ def test_a_semicolon_is_no_part_of_the_expression(ask):
         ("plan model --onyl qkv", "there is no flag --onyl (did you mean `--only`?); there are --only, --ex"),
         ("plan model --only", "--only needs a value: --only qkv,glu"),
         ("trace model --only qkv", "%fusekit trace takes no --only"),
-        ("revert model --layers x", "%fusekit revert takes no --layers"),
+        ("revert model --layers x", "layers='x' matches no module"),
         # what fusekit itself says comes through
         ("plan model --only qvk", "there is no fusion 'qvk' (did you mean 'qkv'?); there are "),
         ("plan model --layers nope", "layers='nope' matches no module"),
