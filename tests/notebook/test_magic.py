@@ -226,10 +226,11 @@ def test_apply_takes_a_plan_and_revert_a_model(ask, model, capsys):
 
 
 def test_revert_takes_flags_as_plan_does(ask, model, capsys):
-    ask("%fusekit apply model")
+    ask("fused = %fusekit apply model")
     assert ask("%fusekit revert model --only glu --layers model.layers.0") is None
     assert capsys.readouterr().out == "LlamaForCausalLM: 1 site reverted\n"
     assert len(ask("%fusekit plan model").applied) == 8
+    ask("%fusekit revert model")
     assert not fusekit.plan(model).applied
 
 
