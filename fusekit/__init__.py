@@ -16,6 +16,8 @@ from fusekit.errors import FusekitError
 from fusekit.forward import source
 from fusekit.fusions import REASONS, fusion
 from fusekit.model import Fused, Plan, Site, fuse, plan, revert
+from fusekit.model.changes import PlanChanges, compare
+from fusekit.model.saved import SavedPlan, load_plan
 from fusekit.tracing import aliasing, trace
 
 if TYPE_CHECKING:
@@ -28,11 +30,15 @@ __all__ = [
     "Fused",
     "FusekitError",
     "Plan",
+    "PlanChanges",
+    "SavedPlan",
     "Site",
     "aliasing",
+    "compare",
     "fuse",
     "fusion",
     "load_ipython_extension",
+    "load_plan",
     "plan",
     "revert",
     "source",

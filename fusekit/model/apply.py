@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from fusekit.errors import FusekitError
 from fusekit.forward import original_class
-from fusekit.fusions import Match, analyse
+from fusekit.fusions import Match, Refusal, analyse
 from fusekit.model.binding import applied_matches, bind, fused_class, is_fused, unbind
 from fusekit.model.checks import Uses, refusal_of
 from fusekit.model.choice import Choice
@@ -157,9 +157,41 @@ def _take_off(changes: list[tuple[nn.Module, type, tuple[Match, ...]]]) -> None:
         unbind(module, cls, off)
 
 
-def fuse(model: nn.Module, **options: Any) -> Fused:
-    """Plan and apply in one step; `options` are those of `plan`."""
-    return plan(model, **options).apply()
+def fuse(model: nn.Module, *, strict: bool = False, **options: Any) -> Fused:
+    """Plan and apply in one step; `options` are those of `plan`.
+
+    With `strict`, raises `FusekitError`, with nothing changed, when anything that looks fusable was
+    refused.
+    """
+    found = plan(model, **options)
+    if strict and found.refusals:
+        raise FusekitError(_refused(found))
+    return found.apply()
+
+
+def _refused(plan: Plan, most: int = 6) -> str:
+    """What stands against a strict `fuse`: each reason with its number and the first place."""
+    by_reason: dict[tuple[str, str], list[Refusal]] = {}
+    for refusal in plan.refusals:
+        by_reason.setdefault((refusal.reason, refusal.fusion), []).append(refusal)
+    ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    lines = [
+        f"  {len(same)} x [{reason}] {same[0].message}" + (f" (line {same[0].line})" if same[0].line else "")
+        for (reason, _), same in ordered[:most]
+    ]
+    if len(ordered) > most:
+        lines.append(f"  and {len(ordered) - most} reasons more: fk.plan(model).refusals has all")
+    number = len(plan.refusals)
+    places = f"{number} place{'s' if number > 1 else ''} that look{'' if number > 1 else 's'} fusable"
+    return "\n".join(
+        [
+            f"strict: {places} in {plan.model_name} {'were' if number > 1 else 'was'} refused, so nothing was "
+            "fused:",
+            *lines,
+            "leave out what is refused with exclude= (fusions) or layers= (patterns of modules), or fuse the "
+            f"{len(plan.sites)} others without strict",
+        ]
+    )
 
 
 def revert(

@@ -80,6 +80,7 @@ class Plan(Shown):
 
     `sites` can be applied, `refusals` say what almost could and why not, `applied` are the sites
     that already were when the plan was made. `plan["layers.0"]` is the part of it under a path.
+    `fusions` are those that were looked for.
     """
 
     model: nn.Module
@@ -87,6 +88,7 @@ class Plan(Shown):
     refusals: tuple[Refusal, ...]
     applied: tuple[Site, ...]
     scope: str = ""
+    fusions: tuple[str, ...] = FUSIONS
 
     @property
     def model_name(self) -> str:
@@ -187,6 +189,15 @@ class Plan(Shown):
         path.write_text(display.page(self), encoding="utf-8")
         return path
 
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON that `fk.load_plan` reads and `fk.compare` compares; returns its path.
+
+        The file is sorted, the same for equal plans on any machine, and holds no weights and no source.
+        """
+        from fusekit.model.saved import save
+
+        return save(self, path)
+
 
 def plan(
     model: nn.Module,
@@ -244,7 +255,8 @@ def plan(
         for objection in analysis.objections:
             if chosen.takes(objection.fusion):
                 refusals.append(refusal_from(name, module, analysis, objection))
-    return Plan(model, tuple(sites), tuple(refusals), tuple(applied))
+    looked_for = tuple(fusion for fusion in FUSIONS if fusion in wanted)
+    return Plan(model, tuple(sites), tuple(refusals), tuple(applied), fusions=looked_for)
 
 
 def _overlapping(match: Match, taken: Match) -> Objection:
