@@ -1,6 +1,7 @@
 """The command line: `python -m fusekit plan` for a terminal and for CI."""
 
 import argparse
+import fnmatch
 import os
 import shlex
 import sys
@@ -57,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="plan a model from its config",
-        description="Builds the model of a Transformers config without weights, on the meta device and offline, "
-        "and prints its sites and refusals.",
+        description="Builds the model of a Transformers config without weights, on the meta device and "
+        "offline, and prints its sites and refusals.",
         epilog=ENDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,9 +69,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--expect", metavar="FILE", help="compare with a saved plan; exit status 1 when a site of it is gone")
     add("--save", metavar="FILE", help="write the plan as JSON, for --expect")
     add("--html", metavar="FILE", help="write the plan as one html page")
-    add("--only", metavar="FUSION", action="append", help="look for this fusion only (qkv,glu; may be repeated)")
-    add("--exclude", metavar="FUSION", action="append", help="do not look for this fusion (may be repeated)")
-    add("--layers", metavar="PATTERN", action="append", help="modules, as in 'model.layers.0*' (may be repeated)")
+    add(
+        "--only",
+        metavar="FUSION",
+        action="append",
+        help="look for this fusion only (as in qkv,glu)",
+    )
+    add("--exclude", metavar="FUSION", action="append", help="do not look for this fusion")
+    add(
+        "--layers",
+        metavar="PATTERN",
+        action="append",
+        help="only modules like 'model.layers.0*'; again for more",
+    )
     add("--trust-remote-code", action="store_true", help="run the code that comes with the config")
     add("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -79,14 +90,15 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(options: argparse.Namespace) -> int:
     from fusekit import display
     from fusekit.model import plan
-    from fusekit.model.build import from_config
+    from fusekit.model.build import from_config, quiet
     from fusekit.model.changes import compare
     from fusekit.model.saved import load_plan, saved
 
     only, exclude = _words(options.only), _words(options.exclude)
     expected = load_plan(options.expect) if options.expect else None
     built = from_config(options.config, trust_remote_code=options.trust_remote_code)
-    found = plan(built.model, only=only or None, exclude=exclude, layers=options.layers)
+    with quiet():
+        found = plan(built.model, only=only or None, exclude=exclude, layers=options.layers)
     print(display.text(found))
     for remark in built.remarks:
         print(f"  note: {remark}")
@@ -113,16 +125,14 @@ def _words(given: list[str] | None) -> list[str]:
 
 def _part(expected: Any, found: Any, layers: list[str] | None) -> Any:
     """What the options leave of a saved plan: a plan of some fusions or layers is compared with those."""
-    import fnmatch
+    from fusekit.fusions import FUSIONS
 
     def chosen(one: Any) -> bool:
         if one.fusion not in found.fusions and one.fusion in FUSIONS:
             return False
         words = one.name.split(".")
-        heads = [".".join(words[:n]) for n in range(len(words) + 1)]
+        heads = [".".join(words[:n]) for n in range(1, len(words) + 1)]
         return layers is None or any(fnmatch.fnmatchcase(head, p) for head in heads for p in layers)
-
-    from fusekit.fusions import FUSIONS
 
     return replace(
         expected,

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 from fusekit.display.dispatch import as_html, as_text
 from fusekit.display.markup import (
@@ -15,6 +16,7 @@ from fusekit.display.markup import (
     soft,
     tag,
 )
+from fusekit.display.nothing import nothing_html, nothing_text
 from fusekit.display.site import (
     got,
     group_refusals,
@@ -30,7 +32,7 @@ from fusekit.model import Fused, Plan
 from fusekit.tracing import Assumption
 
 
-def _tally(names: Sequence[str]) -> str:
+def tally(names: Sequence[str]) -> str:
     """Each name with how often it comes, most first: 32 qkv, 1 glu."""
     return ", ".join(f"{n} {name}" for name, n in Counter(names).most_common())
 
@@ -52,18 +54,29 @@ def _name(plan: Plan) -> str:
 def _summary(plan: Plan) -> str:
     sites = count(len(plan.sites), "site")
     if plan.sites:
-        sites += f" ({_tally([site.fusion for site in plan.sites])})"
+        sites += f" ({tally([site.fusion for site in plan.sites])})"
     applied = f"{len(plan.applied)} applied" if plan.applied else "nothing applied"
     return f"{sites}, {count(len(plan.refusals), 'refusal')}, {applied}"
 
 
-def _nothing(plan: Plan) -> str:
-    """For a plan without sites: what stood in the way most often."""
+_ALL_APPLIED = "Nothing more to fuse: what can be fused is applied."
+
+
+def _module(plan: Plan) -> Any:
+    """What the plan is of, where that is there to look into."""
+    return got(lambda of: of.model.get_submodule(of.scope), plan, None)
+
+
+def _nothing_text(plan: Plan) -> list[str]:
     if plan.applied:
-        return "Nothing more to fuse: what can be fused is applied."
-    if not plan.refusals:
-        return "Nothing here looks like a known fusion, so nothing was refused either."
-    return f"Nothing can be fused. Refused for: {_tally([r.reason for r in plan.refusals])}."
+        return [f"  {_ALL_APPLIED}"]
+    return nothing_text(_name(plan), plan.refusals, plan.fusions, _module(plan))
+
+
+def _nothing_html(plan: Plan) -> Html:
+    if plan.applied:
+        return notice(_ALL_APPLIED)
+    return nothing_html(_name(plan), plan.refusals, plan.fusions, _module(plan))
 
 
 @as_text.register
@@ -72,7 +85,7 @@ def _(plan: Plan) -> str:
     return "\n".join(
         [
             f"{_name(plan)}: {_summary(plan)}",
-            *([] if plan.sites else [f"  {_nothing(plan)}"]),
+            *([] if plan.sites else _nothing_text(plan)),
             *sites_text("sites", plan.sites, 26),
             *sites_text("applied", plan.applied, 6),
             *refusals_text(plan.refusals, 20 if few else 10),
@@ -82,7 +95,7 @@ def _(plan: Plan) -> str:
 
 
 def _fused_head(fused: Fused) -> str:
-    names = _tally([s.fusion for s in fused.sites])
+    names = tally([s.fusion for s in fused.sites])
     number = count(len(fused.sites), "site") + (f" ({names})" if names else "")
     return f"{fused.plan.model_name}: {number} {'reverted' if fused.reverted else 'applied'}"
 
@@ -90,12 +103,16 @@ def _fused_head(fused: Fused) -> str:
 def _fused_hint(fused: Fused) -> str:
     if fused.reverted:
         return "the model is as it was; .plan.apply() applies again"
+    if not fused.sites:
+        return "the model is as it was"
     return ".revert() gives back exactly what was there"
 
 
 @as_text.register
 def _(fused: Fused) -> str:
-    return "\n".join([_fused_head(fused), *sites_text("sites", fused.sites, 26), f"  {_fused_hint(fused)}"])
+    nothing = [] if fused.sites else _nothing_text(fused.plan)
+    sites = sites_text("sites", fused.sites, 26)
+    return "\n".join([_fused_head(fused), *sites, *nothing, f"  {_fused_hint(fused)}"])
 
 
 _HINT = line(
@@ -112,11 +129,11 @@ def _(plan: Plan) -> Html:
     groups = group_sites(plan.sites)
     refusals = refusal_table(plan.refusals) if plan.refusals else Html("")
     if len(group_refusals(plan.refusals)) > 12:
-        reasons = _tally([refusal.reason for refusal in plan.refusals])
+        reasons = tally([refusal.reason for refusal in plan.refusals])
         refusals = fold(f"{count(len(plan.refusals), 'refusal')}: {reasons}", refusals)
     return many(
         line(tag("b", _name(plan)), "  ", _summary(plan)),
-        _HINT if groups else notice(_nothing(plan)),
+        _HINT if groups else _nothing_html(plan),
         site_table("Sites", plan.sites) if groups else "",
         site_table("Applied", plan.applied, room=0) if plan.applied else "",
         refusals if plan.refusals else fold("0 refusals", "Whatever looked like a fusion is a site."),
@@ -127,6 +144,8 @@ def _(plan: Plan) -> Html:
 @as_html.register
 def _(fused: Fused) -> Html:
     head = line(tag("b", _fused_head(fused)))
+    if not fused.sites:
+        return many(head, _nothing_html(fused.plan), line(soft("The model is as it was.")))
     hint = line(code("fused.revert()"), soft(" gives back exactly what was there."))
     if fused.reverted:
         hint = line(soft("The model is as it was. "), code("fused.plan.apply()"), soft(" applies again."))

@@ -41,13 +41,13 @@ def group_refusals(refusals: Sequence[Refusal]) -> list[Group[Refusal]]:
 
 
 def _same_refusal(refusal: Refusal) -> Hashable:
-    said = _sentence(refusal)
+    said = sentence(refusal)
     if refusal.name:
         said = said.replace(refusal.name, "\0")  # where it names its module, the number differs
     return (refusal.fusion, refusal.reason, said, refusal.path, refusal.line, tuple(refusal.parts))
 
 
-def _sentence(refusal: Refusal) -> str:
+def sentence(refusal: Refusal) -> str:
     """The message without what the row says already: the module's path and the fusion before it."""
     message = str(refusal.message)
     head, found, rest = message.partition(f": cannot fuse {refusal.fusion}: ")
@@ -84,7 +84,7 @@ def _site_cells(one: Group[Site]) -> list[str]:
 def _refusal_cells(one: Group[Refusal]) -> list[str]:
     first = one.first
     at = place(first.path, first.line)
-    return [_where(one), _times(one), first.fusion, first.reason, at, _sentence(first)]
+    return [_where(one), _times(one), first.fusion, first.reason, at, sentence(first)]
 
 
 def sites_text(title: str, sites: Sequence[Site], most: int) -> list[str]:
@@ -118,7 +118,7 @@ def _(site: Site) -> str:
 def _(refusal: Refusal) -> str:
     at = f" at {place(refusal.path, refusal.line)}" if refusal.path else ""
     head = f"{refusal.name or '(the model itself)'}: {refusal.fusion} ({refusal.reason})"
-    return f"<Refusal {head}{at}: {_sentence(refusal)}>"
+    return f"<Refusal {head}{at}: {sentence(refusal)}>"
 
 
 SITE_HEAD = ["module", "places", "fusion", "parts", "class"]
@@ -171,7 +171,7 @@ def refusal_table(refusals: Sequence[Refusal]) -> Html:
     groups = group_refusals(refusals)
     for one in groups[:ROWS]:
         first = one.first
-        why = many(_sentence(first), soft(f" [{', '.join(first.parts)}]") if first.parts else "")
+        why = many(sentence(first), soft(f" [{', '.join(first.parts)}]") if first.parts else "")
         where = _where_html(one)
         at = code(place(first.path, first.line), whole=True)
         rows.append([where, _times(one), first.fusion, code(first.reason, whole=True), why, at])
@@ -198,7 +198,7 @@ def _(refusal: Refusal) -> Html:
         ["module", code(refusal.name or "(the model itself)")],
         ["fusion", refusal.fusion],
         ["reason", code(refusal.reason)],
-        ["why not", _sentence(refusal)],
+        ["why not", sentence(refusal)],
     ]
     if refusal.parts:
         rows.append(["parts", code(", ".join(refusal.parts))])

@@ -185,8 +185,8 @@ def _refused(plan: Plan, most: int = 6) -> str:
     places = f"{number} place{'s' if number > 1 else ''} that look{'' if number > 1 else 's'} fusable"
     return "\n".join(
         [
-            f"strict: {places} in {plan.model_name} {'were' if number > 1 else 'was'} refused, so nothing was "
-            "fused:",
+            f"strict: {places} in {plan.model_name} {'were' if number > 1 else 'was'} refused, so nothing "
+            "was fused:",
             *lines,
             "leave out what is refused with exclude= (fusions) or layers= (patterns of modules), or fuse the "
             f"{len(plan.sites)} others without strict",

@@ -46,7 +46,7 @@ def from_config(path: str | Path, *, trust_remote_code: bool = False) -> Built:
     """
     file = _file(Path(path))
     config = _read(file)
-    with _quiet():
+    with quiet():
         transformers = _transformers()
         if trust_remote_code and isinstance(config.get("auto_map"), dict):
             return _from_its_code(transformers, file, config)
@@ -56,12 +56,12 @@ def from_config(path: str | Path, *, trust_remote_code: bool = False) -> Built:
 def _file(path: Path) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise FusekitError(f"there is no config.json in the folder {path}: name one that a model was saved to")
+            raise FusekitError(f"there is no config.json in the folder {path}: name one with a saved model")
         return path / "config.json"
     if not path.exists():
         raise FusekitError(
-            f"there is no file or folder {path}: name a config.json of Transformers, or a folder with one (nothing "
-            "is downloaded, so the name of a model on a hub will not do)"
+            f"there is no file or folder {path}: name a config.json of Transformers, or a folder with one "
+            "(nothing is downloaded, so the name of a model on a hub will not do)"
         )
     return path
 
@@ -87,14 +87,14 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise FusekitError(
-            f"a model is built from a config by Transformers, which cannot be imported ({error}): pip install "
-            "'transformers>=5', or plan a model of your own with fk.plan(model)"
+            f"a model is built from a config by Transformers, which cannot be imported ({error}): pip "
+            "install 'transformers>=5', or plan a model of your own with fk.plan(model)"
         ) from None
     return transformers
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No warnings and no logging of Transformers; both as before afterwards."""
     root = logging.getLogger("transformers")
     level = root.level
@@ -137,8 +137,8 @@ def _from_transformers(transformers: Any, file: Path, data: dict[str, Any]) -> B
             )
         if names:
             remarks.append(
-                f"{names[0]} is no class of Transformers {transformers.__version__} for this config; planned is "
-                f"{cls.__name__}"
+                f"{names[0]} is no class of Transformers {transformers.__version__} for this config; planned "
+                f"is {cls.__name__}"
             )
     if own_code:
         remarks.append(
@@ -180,7 +180,7 @@ def _config_class(transformers: Any, model_type: Any) -> Any:
 
 
 def _auto_class(transformers: Any, config: Any, names: list[str]) -> Any:
-    """The class that an AutoModel has for a config: of the task that `architectures` names, else of `AUTO`."""
+    """What an AutoModel has for a config: that of the task in `architectures`, else the first of `AUTO`."""
     autos = [name for name in dir(transformers) if name.startswith("AutoModelFor")]
     named = [auto for auto in autos if any(name.endswith(auto.removeprefix("AutoModel")) for name in names)]
     for auto in (*named, *AUTO, *autos):
@@ -194,12 +194,12 @@ def _auto_class(transformers: Any, config: Any, names: list[str]) -> Any:
 
 def _unknown(transformers: Any, file: Path, data: dict[str, Any], names: list[str], own_code: bool) -> str:
     kind = data.get("model_type")
-    what = f"the model type {kind!r}" if kind else f"a config with neither model_type nor a class of its own ({names})"
+    what = f"the model type {kind!r}" if kind else f"the architectures {names}, and there is no model_type"
     said = f"{file}: Transformers {transformers.__version__} does not know {what}"
     if own_code:
         return (
-            f"{said}, and the code that comes with the config is not run: read it, then add --trust-remote-code if "
-            "you trust it"
+            f"{said}, and the code that comes with the config is not run: read it, then add "
+            "--trust-remote-code if you trust it"
         )
     return f"{said}: upgrade Transformers, or check model_type and architectures"
 
@@ -224,9 +224,10 @@ def _said(error: Exception) -> str:
 def _from_its_code(transformers: Any, file: Path, data: dict[str, Any]) -> Built:
     """The model of a config by the classes that lie beside it: they are imported, so this runs them."""
     names = {key: ref for key, ref in data["auto_map"].items() if isinstance(ref, str)}
+    wanted = data.get("architectures") or []
     models = sorted(
         (auto for auto in names if auto.startswith("AutoModel")),
-        key=lambda auto: (names[auto].rpartition(".")[2] not in (data.get("architectures") or []), auto == "AutoModel"),
+        key=lambda auto: (names[auto].rpartition(".")[2] not in wanted, auto == "AutoModel"),
     )
     if not models:
         return _from_transformers(transformers, file, data)

@@ -140,7 +140,7 @@ class PlanChanges(Shown):
                     "line": at.line or 0,
                 }
             )
-        columns = "kind name type fusion parts before after message path line".split()
+        columns = ["kind", "name", "type", "fusion", "parts", "before", "after", "message", "path", "line"]
         return pd.DataFrame(rows, columns=columns)
 
 
@@ -192,16 +192,15 @@ def compare(a: Plan | SavedPlan | str | Path, b: Plan | SavedPlan | str | Path) 
     for refusal in refused_before:
         if id(refusal) in used:
             continue
-        same = sorted((other for other in rest if _is_same(refusal, other)), key=lambda o: o.fusion != refusal.fusion)
+        same = [other for other in rest if _is_same(refusal, other)]
         if same:
-            rest = [other for other in rest if other is not same[0]]
-            changed.append(Change("changed", refusal, same[0]))
+            best = min(same, key=lambda other: other.fusion != refusal.fusion)
+            rest = [other for other in rest if other is not best]
+            changed.append(Change("changed", refusal, best))
         else:
             gone.append(Change("gone refusal", refusal, None))
     come = tuple(Change("new refusal", None, refusal) for refusal in rest)
-    return PlanChanges(
-        before, after, tuple(appeared), tuple(disappeared), tuple(changed), come, tuple(gone)
-    )
+    return PlanChanges(before, after, tuple(appeared), tuple(disappeared), tuple(changed), come, tuple(gone))
 
 
 def _unmatched(old: Iterable[Item], new: Iterable[Item]) -> tuple[list[Item], list[Item]]:

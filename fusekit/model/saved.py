@@ -77,7 +77,8 @@ class SavedPlan(Shown):
         import pandas as pd
 
         rows = []
-        for one in (*self.sites, *self.applied, *self.refusals):
+        every: tuple[SavedSite | SavedRefusal, ...] = (*self.sites, *self.applied, *self.refusals)
+        for one in every:
             row = {"name": one.name, "type": one.type_name, "fusion": one.fusion}
             row["parts"] = ", ".join(one.parts)
             if isinstance(one, SavedSite):
@@ -282,16 +283,16 @@ def load_plan(path: str | Path) -> SavedPlan:
     data = _read(path)
     if not isinstance(data, dict) or "fusekit_plan" not in data:
         raise FusekitError(
-            f"{path} is JSON, but no plan of fusekit (it has no \"fusekit_plan\"): name a file that plan.save() "
-            "wrote"
+            f'{path} is JSON, but no plan of fusekit (it has no "fusekit_plan"): name a file that '
+            "plan.save() wrote"
         )
     number = data["fusekit_plan"]
     if type(number) is not int or number < 1:
         raise FusekitError(f'{path}: "fusekit_plan" is {number!r}, not the number of a format; {_AGAIN}')
     if number > FORMAT:
         raise FusekitError(
-            f"{path} was written by a newer fusekit ({_said(data.get('fusekit'))}, format {number}); this one "
-            f"reads formats up to {FORMAT}: upgrade fusekit, or save the plan again with this one"
+            f"{path} was written by a newer fusekit ({_said(data.get('fusekit'))}, format {number}); this "
+            f"one reads formats up to {FORMAT}: upgrade fusekit, or save the plan again with this one"
         )
     try:
         return SavedPlan(
@@ -371,9 +372,7 @@ def _refusal(entry: dict[str, Any], name: str) -> SavedRefusal:
     if name and said.startswith("{module}: "):
         said = name + said.removeprefix("{module}")
     kind, fusion = _text(entry, "type"), _text(entry, "fusion")
-    return SavedRefusal(
-        name, kind, fusion, _texts(entry, "parts"), _text(entry, "reason"), said, path, line
-    )
+    return SavedRefusal(name, kind, fusion, _texts(entry, "parts"), _text(entry, "reason"), said, path, line)
 
 
 def _where(entry: dict[str, Any]) -> tuple[str | None, int | None]:
