@@ -88,7 +88,7 @@ def _(changes: PlanChanges) -> str:
         groups = group_changes(some)
         rows = [_cells(one) for one in groups[:LINES]]
         if rows:
-            lines += [f"  {title}", *columns(rows, [52, 0, 60, 100, 36], "    ")]
+            lines += [f"  {title}", *columns(rows, [52, 0, 50, 160, 36], "    ")]
         if len(groups) > LINES:
             lines.append(f"    ... and {count(len(groups) - LINES, 'row')} more; .to_frame() has all")
     return "\n".join(lines)
@@ -97,8 +97,6 @@ def _(changes: PlanChanges) -> str:
 def _cells(one: Group[Change]) -> list[str]:
     change = one.first
     what = f"{change.fusion} of {', '.join(change.parts)}" if change.parts else change.fusion
-    if change.kind in ("changed", "new refusal", "gone refusal"):
-        what = ""  # the message says both
     return [_where(one), _times(one), what, change.message, _at(change)]
 
 

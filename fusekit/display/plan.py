@@ -136,7 +136,8 @@ def _(plan: Plan) -> Html:
         _HINT if groups else _nothing_html(plan),
         site_table("Sites", plan.sites) if groups else "",
         site_table("Applied", plan.applied, room=0) if plan.applied else "",
-        refusals if plan.refusals else fold("0 refusals", "Whatever looked like a fusion is a site."),
+        refusals,
+        fold("0 refusals", "Whatever looked like a fusion is a site.") if groups and not refusals else "",
         assumptions_html(_assumptions(plan)),
     )
 

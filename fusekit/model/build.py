@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def _file(path: Path) -> Path:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"), object_hook=_float)
     except OSError as error:
         raise FusekitError(f"{file} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
@@ -80,6 +81,12 @@ def _read(file: Path) -> dict[str, Any]:
             f"{file} is no config of a Transformers model: it has neither model_type nor architectures"
         )
     return data
+
+
+def _float(value: dict[str, Any]) -> Any:
+    """Transformers writes what JSON has no number for as {"__float__": "Infinity"}."""
+    special = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+    return special.get(value["__float__"], value) if list(value) == ["__float__"] else value
 
 
 def _transformers() -> Any:
@@ -214,8 +221,8 @@ def _built(file: Path, cls: Any, config: Any) -> nn.Module:
 
 
 def _said(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
 
 
 # -- code of the config's own -----------------------------------------------------------------

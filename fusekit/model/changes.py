@@ -53,24 +53,33 @@ class Change(Shown):
     @property
     def message(self) -> str:
         """What happened, in words, without the module's name."""
+        before, after = self.before, self.after
         if self.kind == "disappeared":
-            if self.after is None:
+            if after is None:
                 return "no site and no refusal is there any more"
-            return f"now {_called(self.after)}"
+            return f"now {_called(after, before)}"
         if self.kind == "appeared":
-            return f"was {_called(self.before, False)}" if self.before else "is new"
-        if self.kind == "changed":
-            return f"{_called(self.before, False)} → {_called(self.after)}"
-        return _called(self.place)
+            return f"was {_called(before, after, False)}" if before else "new"
+        if before is None:
+            return _called(self.place, self.place)
+        if after is None:
+            return f"was {_called(before, before, False)}"
+        return f"{_called(before, after, False)} → {_called(after, before)}"
 
 
-def _called(place: Place | None, in_full: bool = True) -> str:
-    assert place is not None
-    parts = f" of {', '.join(place.parts)}" if place.parts else ""
-    if isinstance(place, SavedSite):
-        return f"{place.fusion}{parts}"
+def _called(place: Place, other: Place | None = None, in_full: bool = True) -> str:
+    """A site or refusal in words, without the parts where they are those of the `other` end."""
+    refused = isinstance(place, SavedRefusal)
+    same_parts = other is not None and place.parts == other.parts
+    parts = "" if same_parts or not place.parts else f" of {', '.join(place.parts)}"
+    if other is not None and refused and same_parts and place.fusion == other.fusion:
+        called = "refused"
+    else:
+        called = f"{place.fusion}{parts}" + (" refused" if refused else "")
+    if not isinstance(place, SavedRefusal):
+        return called
     why = place.message.removeprefix(f"{place.name}: ").removeprefix(f"cannot fuse {place.fusion}: ")
-    return f"{place.fusion}{parts} refused [{place.reason}]" + (f": {why}" if in_full else "")
+    return f"{called} [{place.reason}]" + (f": {why}" if in_full else "")
 
 
 @dataclass(frozen=True, repr=False, eq=False)

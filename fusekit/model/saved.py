@@ -319,7 +319,9 @@ def _read(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise FusekitError(f"there is no file {path}: plan.save({str(path)!r}) writes one") from None
+        raise FusekitError(
+            f"there is no file {path}: plan.save({str(path)!r}) writes one, and --save on the command line"
+        ) from None
     except OSError as error:
         raise FusekitError(
             f"{path} cannot be read ({error.strerror or error}): name a file that plan.save() wrote"
@@ -334,7 +336,10 @@ def _read(path: Path) -> Any:
                 f"{path} holds the marks of an unresolved merge: resolve it, or save the plan again"
             ) from None
         said = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise FusekitError(f"{path} is not JSON ({said}); {_AGAIN}") from None
+        raise FusekitError(
+            f"{path} is not JSON ({said}): name a file that plan.save() wrote, or save the plan again if "
+            "this one was cut short"
+        ) from None
 
 
 def _loaded(data: dict[str, Any], key: str, read: Callable[[dict[str, Any], str], Any]) -> list[Any]:
