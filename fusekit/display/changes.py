@@ -105,9 +105,22 @@ def _(changes: PlanChanges) -> Html:
     said = verdict(changes.ok, _summary(changes), _summary(changes))
     return many(
         line(tag("b", _name(changes)), "  ", said),
-        line(soft(_versions(changes))) if _versions(changes) else "",
+        _compared(changes),
         *(_table(title, some) for title, some in _kinds(changes) if some),
     )
+
+
+def _compared(changes: PlanChanges) -> Html:
+    """Before and after side by side: numbers and versions, what differs in bold."""
+    was, now = changes.before, changes.after
+    pairs = [
+        ("sites", str(len(was.sites) + len(was.applied)), str(len(now.sites) + len(now.applied))),
+        ("refusals", str(len(was.refusals)), str(len(now.refusals))),
+    ]
+    old, new = dict(was.versions), dict(now.versions)
+    pairs += [(name, old.get(name, "–"), new.get(name, "–")) for name in dict.fromkeys((*old, *new))]
+    rows = [[name, a, b if a == b else tag("b", b)] for name, a, b in pairs]
+    return table("Compared", ["", "before", "after"], rows)
 
 
 def _table(title: str, changes: Sequence[Change]) -> Html:

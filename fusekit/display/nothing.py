@@ -71,7 +71,7 @@ def _heads(name: str, refusals: Sequence[Any]) -> tuple[str, str]:
     if refusals:
         looks = "looks fusable and was refused" if len(refusals) == 1 else "look fusable and were refused"
         return f"nothing to fuse in {name}", f"{count(len(refusals), 'place')} {looks}, for"
-    return f"nothing to fuse in {name}", "looked for, and nothing like it was found, so nothing was refused"
+    return f"nothing to fuse in {name}", "nothing looks like one of these, so nothing was refused either"
 
 
 def nothing_text(name: str, refusals: Sequence[Any], fusions: Sequence[str], module: Any = None) -> list[str]:

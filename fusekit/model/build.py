@@ -142,7 +142,7 @@ def _from_transformers(transformers: Any, file: Path, data: dict[str, Any]) -> B
             raise FusekitError(
                 f"{file}: Transformers {transformers.__version__} has no model for {config_class.__name__}"
             )
-        if names:
+        if names and not own_code:
             remarks.append(
                 f"{names[0]} is no class of Transformers {transformers.__version__} for this config; planned "
                 f"is {cls.__name__}"
@@ -194,8 +194,13 @@ def _auto_class(transformers: Any, config: Any, names: list[str]) -> Any:
         mapping = getattr(getattr(transformers, auto, None), "_model_mapping", None)
         if mapping is None or type(config) not in mapping:
             continue
-        found = mapping[type(config)]
-        return found[0] if isinstance(found, tuple) else found
+        try:
+            found = mapping[type(config)]
+        except ValueError:  # a name in the table that Transformers does not have
+            continue
+        cls = found[0] if isinstance(found, tuple) else found
+        if getattr(cls, "config_class", None) is type(config):  # else a part of such a model
+            return cls
     return None
 
 

@@ -139,6 +139,8 @@ def portable(path: str) -> str:
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:
             return "/".join(parts[len(parts) - parts[::-1].index(folder) :])
+    if "transformers_modules" in parts:  # where Transformers keeps a copy of a config's own code
+        return "/".join(parts[parts.index("transformers_modules") :])
     first = len(parts) - 1
     while first > 1 and os.path.isfile("/".join([*parts[:first], "__init__.py"])):
         first -= 1

@@ -1,5 +1,6 @@
 """One object of each result type, and a reader that is stricter than a browser."""
 
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 from fusekit.forward import SourceDiff, source
 from fusekit.fusions import Refusal
 from fusekit.model import Check, Fused, LayerError, NotRun, Plan, Site, VerifyReport
+from fusekit.model.changes import compare
+from fusekit.model.saved import SavedPlan, SavedRefusal, SavedSite
 from fusekit.tracing import AliasReport, AliasSet, Assumption, Evidence, Stopped, Write, trace
 
 VOID = {"br", "hr", "img", "col", "meta", "input", "wbr", "link"}
@@ -183,6 +186,12 @@ def samples(attention):
     checks = [make_check(), *(make_check("site", f"layers.{i}", "qkv", ok=i != 1) for i in range(6))]
     layers = [LayerError(f"layers.{i}", 1e-7, 2e-7, 1e-8, 2e-8) for i in range(3)]
     plan = make_plan(sites, refusals, assumptions=assumptions)
+    kept = [SavedSite(site.name, "Attention", "qkv", site.parts, "a/b.py", 3) for site in sites]
+    refused = (
+        SavedRefusal("layers.2.attn", "Attention", "qkv", sites[2].parts, "tied", "is shared", "a/b.py", 7),
+    )
+    saved = SavedPlan("Model", tuple(kept), (), (), "", ("qkv",), (("torch", "2.13.0"),))
+    changes = compare(saved, replace(saved, sites=tuple(kept[:2]), refusals=refused))
     return {
         "trace": trace(attention),
         "stopped trace": trace(Stops()),
@@ -203,6 +212,13 @@ def samples(attention):
         "reverted": make(Fused, plan=plan, sites=sites, reverted=True),
         "report": make_report(checks, layers, [NotRun("generation", "no tokenizer", False)]),
         "empty report": make_report([]),
+        "saved plan": saved,
+        "saved refusing plan": SavedPlan("Model", (), refused, (), fusions=("qkv",)),
+        "saved site": saved.sites[0],
+        "saved refusal": refused[0],
+        "changes": changes,
+        "no changes": compare(saved, saved),
+        "change": changes.disappeared[0],
         "graph": trace(attention).graph,
         "graph module": torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
         "exported program": torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),)),

@@ -11,15 +11,21 @@ from fusekit import display
 from fusekit.forward import ForwardSource, SourceDiff
 from fusekit.fusions import Refusal
 from fusekit.model import Fused, Plan, Site, VerifyReport
+from fusekit.model.changes import Change, PlanChanges, compare
+from fusekit.model.saved import SavedPlan, SavedRefusal, SavedSite
 from fusekit.shown import Shown
 from fusekit.tracing import AliasReport, Assumption, Stopped, Trace
 
 NAMES = [
     "trace", "stopped trace", "source", "diff", "aliasing", "empty aliasing", "plan", "empty plan",
     "refusing plan", "site", "refusal", "fused", "reverted", "report", "empty report", "graph",
-    "graph module", "exported program",
+    "graph module", "exported program", "saved plan", "saved refusing plan", "saved site", "saved refusal",
+    "changes", "no changes", "change",
 ]  # fmt: skip
-TYPES = [AliasReport, ForwardSource, Fused, Plan, Refusal, Site, SourceDiff, Trace, VerifyReport]
+TYPES = [
+    AliasReport, Change, ForwardSource, Fused, Plan, PlanChanges, Refusal, SavedPlan, SavedRefusal, SavedSite,
+    Site, SourceDiff, Trace, VerifyReport,
+]  # fmt: skip
 
 
 def test_every_sample_is_tried(samples):
@@ -140,6 +146,10 @@ def test_what_models_and_sources_say_is_escaped(hostile, read, site, plan, check
     source = dataclasses.replace(samples["source"], text=f"def f(x):\n    return '{hostile}'\n", name=hostile)
     diff = SourceDiff(source.text, source.text.replace("return", "yield"), hostile, 1, hostile)
     stopped = Stopped(hostile, 1, hostile)
+    kept = SavedSite(hostile, hostile, hostile, (hostile,), hostile, 1)
+    refused = SavedRefusal(hostile, hostile, hostile, (hostile,), hostile, hostile, hostile, 1)
+    saved = SavedPlan(hostile, (kept,), (refused,), (), hostile, (hostile,), (("torch", hostile),))
+    nothing = dataclasses.replace(saved, sites=())
     some = site(hostile, hostile, (hostile,), hostile, diff=diff)
     for obj in [
         source,
@@ -151,6 +161,14 @@ def test_what_models_and_sources_say_is_escaped(hostile, read, site, plan, check
         Trace(samples["trace"].graph, hostile, source, stopped, (Assumption(hostile, hostile),)),
         AliasReport(hostile, source, (), (), stopped, ()),
         report([check(hostile, hostile, hostile)]),
+        plan((), [Refusal(hostile, hostile, "tied", hostile, hostile, 1, ())], model_name=hostile),
+        saved,
+        nothing,
+        dataclasses.replace(nothing, refusals=()),
+        kept,
+        refused,
+        compare(saved, nothing),
+        compare(saved, nothing).disappeared[0],
     ]:
         html = display.html(obj)
         assert hostile in read(html).text  # it is there, as text

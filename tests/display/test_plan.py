@@ -82,9 +82,10 @@ def test_a_site_whose_diff_fails_does_not_hide_the_others(site, plan, read):
 
 def test_a_plan_that_finds_nothing_says_what_stood_in_the_way(plan):
     refusals = [Refusal(f"l.{i}", "qkv", "tied" if i else "hooked", "m", None, None, ()) for i in range(3)]
-    for shown in (display.text(plan((), refusals)), display.html(plan((), refusals))):
-        assert "Nothing can be fused. Refused for: 2 tied, 1 hooked." in shown
-    assert "Nothing here looks like a known fusion" in display.text(plan())
+    text, html = display.text(plan((), refusals)), display.html(plan((), refusals))
+    assert "nothing to fuse in Model: 3 places look fusable and were refused, for" in text
+    assert "Nothing to fuse in Model: 3 places look fusable and were refused, for:" in html
+    assert "nothing looks like one of these" in display.text(plan())
 
 
 def test_a_plan_whose_sites_are_all_applied_says_that(site, plan):
@@ -123,6 +124,14 @@ def test_what_was_applied_says_how_to_revert(stand_in, site, plan):
     assert "fused.revert()" in display.html(fused)
     undone = stand_in(Fused, plan=plan(some), sites=some, reverted=True)
     assert "reverted" in display.text(undone) and "fused.revert()" not in display.html(undone)
+
+
+def test_a_model_where_nothing_was_applied_says_why(stand_in, plan, read):
+    refusals = [Refusal("a", "qkv", "tied", "a: is shared", None, None, ())]
+    fused = stand_in(Fused, plan=plan((), refusals), sites=(), reverted=False)
+    for shown in (display.text(fused), read(display.html(fused)).text):
+        assert "Model: 0 sites applied" in shown and "othing to fuse in Model: 1 place looks fusable" in shown
+        assert "is shared" in shown and "revert" not in shown
 
 
 def test_the_plan_of_a_llama_of_32_layers_is_five_rows_and_small(read):

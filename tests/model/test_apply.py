@@ -542,3 +542,37 @@ def test_what_was_reverted_through_the_model_is_reverted():
     assert fused.reverted
     with pytest.raises(fk.FusekitError, match="reverted already"):
         fused.revert()
+
+
+def test_strict_refuses_what_is_not_whole_and_changes_nothing():
+    model = Model(3)
+    for layer in model.layers[:2]:
+        layer.attention.q.register_forward_hook(lambda *_: None)
+    before, weights = picture(model), values(model)
+    with pytest.raises(fk.FusekitError) as error:
+        fk.fuse(model, strict=True)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "strict: 2 places that look fusable in Model were refused, so nothing was fused:"
+    assert lines[1].startswith("  2 x [hooked] layers.0.attention: cannot fuse ")
+    assert (
+        len(lines) == 3 and "exclude=" in lines[2] and "layers=" in lines[2] and "without strict" in lines[2]
+    )
+    assert_as_before(model, before, weights)
+    assert len(fk.fuse(model).sites) == len(fk.plan(Model(3)).sites) - 2
+
+
+def test_strict_fuses_what_is_whole_and_passes_the_options_on():
+    model = Model(2)
+    model.layers[0].attention.q.register_forward_hook(lambda *_: None)
+    with fk.fuse(model, strict=True, layers="layers.1") as fused:
+        assert {site.name.split(".")[1] for site in fused.sites} == {"1"}
+    with fk.fuse(model, strict=True, only="rms_norm") as fused:
+        assert [site.name for site in fused.sites] == ["layers.0.norm", "layers.1.norm"]
+    with pytest.raises(fk.FusekitError, match=r"1 place that looks fusable in Model was refused"):
+        fk.fuse(model, strict=True, exclude="rms_norm")
+
+
+def test_a_model_where_nothing_is_found_gives_a_fused_of_no_site():
+    fused = fk.fuse(nn.Sequential(nn.Linear(4, 4)), strict=True)
+    assert fused.sites == () and not fused.reverted
+    fused.revert()
