@@ -111,11 +111,12 @@ def _plan(options: argparse.Namespace) -> int:
             raise FusekitError(f"the page cannot be written to {options.html}: {error.strerror}") from None
     if expected is None:
         return 0
-    changes = compare(_part(expected, found, options.layers), saved(found))
+    part = _part(expected, only, exclude, options.layers)
+    changes = compare(part, saved(found))
     print(f"\ncompared with {options.expect}")
     print(display.text(changes))
     if changes:
-        print(f"if this is as it should be: {_update(options)}")
+        print(f"if this is as it should be: {_update(options, whole=part == expected)}")
     return 0 if changes.ok else 1
 
 
@@ -123,12 +124,11 @@ def _words(given: list[str] | None) -> list[str]:
     return [word for text in given or [] for word in text.split(",") if word]
 
 
-def _part(expected: Any, found: Any, layers: list[str] | None) -> Any:
+def _part(expected: Any, only: list[str], exclude: list[str], layers: list[str] | None) -> Any:
     """What the options leave of a saved plan: a plan of some fusions or layers is compared with those."""
-    from fusekit.fusions import FUSIONS
 
     def chosen(one: Any) -> bool:
-        if one.fusion not in found.fusions and one.fusion in FUSIONS:
+        if one.fusion in exclude or (only and one.fusion not in only):
             return False
         words = one.name.split(".")
         heads = [".".join(words[:n]) for n in range(1, len(words) + 1)]
@@ -142,10 +142,10 @@ def _part(expected: Any, found: Any, layers: list[str] | None) -> Any:
     )
 
 
-def _update(options: argparse.Namespace) -> str:
-    """The command that writes the file anew."""
+def _update(options: argparse.Namespace, whole: bool) -> str:
+    """The command that writes the file anew; all of it where it was compared in part."""
     words = [options.config, "--save", options.expect]
-    for name in ("only", "exclude", "layers"):
+    for name in ("only", "exclude", "layers") if whole else ():
         words += [word for given in getattr(options, name) or [] for word in (f"--{name}", given)]
     if options.trust_remote_code:
         words.append("--trust-remote-code")

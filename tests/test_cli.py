@@ -93,6 +93,18 @@ def test_options_narrow_what_is_expected_too(config, tmp_path, capsys):
     assert out.startswith("LlamaForCausalLM: 1 site (1 glu)")
 
 
+def test_the_command_that_accepts_keeps_what_was_not_compared(config, tmp_path, capsys):
+    def change(data):
+        data["sites"] = [entry for entry in data["sites"] if entry["fusion"] != "glu"]
+
+    file = expected(config, tmp_path, capsys, change)
+    _, out, _ = run(capsys, config, "--expect", file, "--only", "glu")
+    assert "2 appeared" in out and out.rstrip().endswith(f"{config} --save {file}")
+    expected(config, tmp_path, capsys, lambda data: data.update(sites=[]))
+    _, out, _ = run(capsys, config, "--expect", file, "--only", "glu")
+    assert out.rstrip().endswith(f"{config} --save {file} --only glu")
+
+
 def test_the_file_is_read_before_it_is_written_anew(config, tmp_path, capsys):
     def change(data):
         data["sites"].append(dict(data["sites"][0], modules=["gone"]))

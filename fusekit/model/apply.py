@@ -1,5 +1,6 @@
 """Applying a plan in place, all of it or nothing, and taking it back."""
 
+import os
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -175,10 +176,11 @@ def _refused(plan: Plan, most: int = 6) -> str:
     for refusal in plan.refusals:
         by_reason.setdefault((refusal.reason, refusal.fusion), []).append(refusal)
     ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
-    lines = [
-        f"  {len(same)} x [{reason}] {same[0].message}" + (f" (line {same[0].line})" if same[0].line else "")
-        for (reason, _), same in ordered[:most]
-    ]
+    lines = []
+    for (reason, _), same in ordered[:most]:
+        path, line = same[0].path, same[0].line
+        at = f" ({os.path.basename(path)}:{line})" if path and line else ""
+        lines.append(f"  {len(same)} x [{reason}] {same[0].message}{at}")
     if len(ordered) > most:
         lines.append(f"  and {len(ordered) - most} reasons more: fk.plan(model).refusals has all")
     number = len(plan.refusals)

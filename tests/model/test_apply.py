@@ -554,6 +554,7 @@ def test_strict_refuses_what_is_not_whole_and_changes_nothing():
     lines = str(error.value).splitlines()
     assert lines[0] == "strict: 2 places that look fusable in Model were refused, so nothing was fused:"
     assert lines[1].startswith("  2 x [hooked] layers.0.attention: cannot fuse ")
+    assert "(test_apply.py:" in lines[1]
     assert (
         len(lines) == 3 and "exclude=" in lines[2] and "layers=" in lines[2] and "without strict" in lines[2]
     )

@@ -204,7 +204,7 @@ def test_diff_of_a_plan_a_site_and_what_is_applied(ask, shell):
 def test_diff_without_a_site_says_why_and_lists_the_refusals(ask, model):
     model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
     shown = ask("%fusekit diff model.model.layers[0].self_attn")
-    assert "Nothing can be fused" in repr(shown) and "hooked" in repr(shown)
+    assert "nothing to fuse in LlamaAttention" in repr(shown) and "hooked" in repr(shown)
     assert "nothing was refused" in repr(ask("%fusekit diff model.lm_head"))
 
 
