@@ -13,7 +13,7 @@ import torch.nn as nn
 from fusekit.errors import FusekitError
 from fusekit.forward import SourceDiff, edited_text, original_class
 from fusekit.forward.once import nothing_changes
-from fusekit.fusions import Analysis, Match, Objection, Refusal, analyse
+from fusekit.fusions import FUSIONS, Analysis, Match, Objection, Refusal, analyse, own_fusions
 from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
 from fusekit.model.choice import Choice, did_you_mean
@@ -255,7 +255,7 @@ def plan(
         for objection in analysis.objections:
             if chosen.takes(objection.fusion):
                 refusals.append(refusal_from(name, module, analysis, objection))
-    looked_for = tuple(fusion for fusion in FUSIONS if fusion in wanted)
+    looked_for = tuple(fusion for fusion in (*FUSIONS, *own_fusions) if chosen.takes(fusion))
     return Plan(model, tuple(sites), tuple(refusals), tuple(applied), fusions=looked_for)
 
 
