@@ -36,11 +36,16 @@ def compile_edited(
     """
     after = apply_edits(source.file_text, edits)
     tree, _ = _edited_def(source, after)
+    return rewrap(source.chain, compile_def(tree, register(after, source), source, names))
+
+
+def register(after: str, source: ForwardSource) -> str:
+    """The name under which `linecache` knows `after`, a rewritten text of the file of `source`."""
     digest = hashlib.sha256(after.encode()).hexdigest()[:12]
     filename = f"<fusekit {source.name} {digest}>"
     linecache.cache[filename] = (len(after), None, lines_of(after), filename)
     GENERATED[filename] = after
-    return rewrap(source.chain, compile_def(tree, filename, source, names))
+    return filename
 
 
 def _edited_def(source: ForwardSource, after: str) -> tuple[ast.FunctionDef, int]:

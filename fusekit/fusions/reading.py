@@ -17,14 +17,13 @@ import torch
 import torch.nn as nn
 from torch import fx
 
-from fusekit.forward import Span, original_class
+from fusekit.forward import METADATA_ATTRS, Span, original_class
+from fusekit.forward.names import METADATA_CALLS
 from fusekit.forward.reads import DYNAMIC, MISSING, SEES_NAMES, attribute_chain, module_attribute
 from fusekit.fusions.match import Refused
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing.schema import node_effect, operator_name
 
-METADATA_ATTRS = frozenset({"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda"})
-METADATA_CALLS = frozenset({"size", "dim", "numel", "is_floating_point", "get_device", "element_size"})
 SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 SEQUENCES = (torch.Size, tuple, list)
 RANDOM = frozenset(

@@ -9,12 +9,13 @@ from types import CodeType
 import torch.nn as nn
 from torch import fx
 
-from fusekit.forward import ForwardSource, Span, text_at
+from fusekit.errors import FusekitError
+from fusekit.forward import ForwardSource, Span, block_chain, text_at
 from fusekit.forward.reads import MISSING, module_attribute
+from fusekit.forward.rewriting import Block
 from fusekit.forward.span import lines_of
 from fusekit.tracing import Trace
 
-Block = list[ast.stmt]
 # Nodes whose spans say where a value is named: nothing is evaluated for them.
 UNEVALUATED = frozenset({"placeholder", "get_attr", "output"})
 
@@ -165,7 +166,14 @@ class ForwardView:
 
         None when the expression stands in code of its own: a lambda, a comprehension, a nested def.
         """
-        return _place(self.source.tree.body, expression)
+        try:
+            chain = block_chain(self.source.tree.body, expression)
+        except FusekitError:
+            return None
+        block, index = chain[-1]
+        if any(isinstance(held[at], SCOPES) for held, at in chain):
+            return None
+        return (block, index) if any(own is expression for own in own_expressions(block[index])) else None
 
     def statement_start(self, statement: ast.stmt) -> tuple[Span, str, bool]:
         """(insertion point before a statement, its indentation, whether it begins its line)."""
@@ -187,36 +195,8 @@ def _method_call_span(call: ast.Call, function: ast.Attribute) -> Span:
     return Span(function.end_lineno, start, span.end_line, span.end_column)
 
 
-BLOCKS = ("body", "orelse", "finalbody")
 SCOPES = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-
-
-def _place(block: Block, wanted: ast.expr) -> tuple[Block, int] | None:
-    for index, statement in enumerate(block):
-        for inner in blocks_of(statement):
-            found = _place(inner, wanted)
-            if found:
-                return found
-        if isinstance(statement, SCOPES):
-            continue
-        if any(node is wanted for node in own_expressions(statement)):
-            return block, index
-    return None
-
-
-def blocks_of(statement: ast.stmt) -> Iterator[Block]:
-    """The blocks nested in a compound statement; none for a def or class, whose code runs later."""
-    if isinstance(statement, SCOPES):
-        return
-    for name in BLOCKS:
-        inner = getattr(statement, name, None)
-        if isinstance(inner, list) and inner:
-            yield inner
-    for handler in getattr(statement, "handlers", ()):
-        yield handler.body
-    for case in getattr(statement, "cases", ()):
-        yield case.body
 
 
 def own_expressions(node: ast.AST) -> Iterator[ast.expr]:

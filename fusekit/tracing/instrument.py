@@ -12,6 +12,7 @@ from typing import Any
 
 from fusekit.forward import ForwardSource, Span
 from fusekit.forward.compile import compile_def
+from fusekit.forward.names import captured_names
 
 TEST, BIND, OPERAND = "__fusekit_test__", "__fusekit_bind__", "__fusekit_operand__"
 
@@ -167,16 +168,6 @@ def stored_names(statement: ast.stmt) -> list[str]:
 def names_in(target: ast.expr) -> set[str]:
     """The names stored by an assignment's target."""
     return {n.id for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def captured_names(pattern: ast.pattern) -> set[str]:
-    """The names stored by a pattern of a `match` statement."""
-    found: set[str] = set()
-    for node in ast.walk(pattern):
-        name = getattr(node, "rest" if isinstance(node, ast.MatchMapping) else "name", None)
-        if isinstance(node, ast.pattern) and isinstance(name, str):
-            found.add(name)
-    return found
 
 
 def _probe(name: str, place: ast.expr | ast.pattern, value: ast.expr) -> ast.expr:
