@@ -5,6 +5,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.nn as nn
 
 from fusekit.forward.fresh import Instance
@@ -45,6 +46,9 @@ def aliasing_names(forward: ast.FunctionDef, seed: str | Iterable[str], module: 
     return _Flow(forward, module).sharing(seeds)
 
 
+TABLES = frozenset({"__dict__", "__setattr__", "__delattr__", "_modules", "_parameters", "_buffers"})
+
+
 class _Flow:
     """Which origins the names of a forward may hold: a name outside, or an expression that allocates."""
 
@@ -56,16 +60,10 @@ class _Flow:
         self.nodes = [node for statement in forward.body for node in ast.walk(statement)]
         self.names = {node.id for node in self.nodes if isinstance(node, ast.Name)} | set(parameters)
         self.functions = [node for node in self.nodes if isinstance(node, FUNCTIONS)]
-        bound = rebound_names(forward.body) | set(parameters)
-        outer: set[str] = set()
-        for node in self.nodes:
-            bound |= {*parameters_of(node), *rebound_names([node])}
-            if isinstance(node, ast.comprehension):
-                bound |= {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
-            elif isinstance(node, (ast.Global, ast.Nonlocal)):
-                outer.update(node.names)
+        stored, outer = self._stored()
+        bound = stored | set(parameters)
         self.names |= bound
-        self.how = How(self._instance(module, bound), frozenset(bound), _around(module))
+        self.how = How(self._instance(module, stored), frozenset(bound), _around(module))
         self.held: dict[str, set[Any]] = {}
         self.inside: dict[Any, set[Any]] = {}  # origin -> origins of what it may hold
         for name in (*parameters, *(self.names - bound), *outer):
@@ -77,28 +75,37 @@ class _Flow:
             self._collect(node)
         self._solve()
 
-    def _instance(self, module: nn.Module, bound: set[str]) -> Instance:
+    def _stored(self) -> tuple[set[str], set[str]]:
+        """The names stored anywhere in the forward, and those of them that are of an outer scope."""
+        stored, outer = rebound_names(self.forward.body), set()
+        for node in self.nodes:
+            stored |= {*parameters_of(node), *rebound_names([node])}
+            if isinstance(node, ast.comprehension):
+                stored |= {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+            elif isinstance(node, (ast.Global, ast.Nonlocal)):
+                outer.update(node.names)
+        return stored, outer
+
+    def _instance(self, module: nn.Module, names: set[str]) -> Instance:
         stored: set[str] = set()
-        settled, handed_on = bool(self.own), False
-        rebound = self.own in rebound_names(self.forward.body)
-        rebound |= any(self.own in parameters_of(function) for function in self.functions)
+        settled, handed_on = bool(self.own) and self.own not in names, False
         read_through = {id(node.value) for node in self.nodes if isinstance(node, ast.Attribute)}
         for node in self.nodes:
             if isinstance(node, ast.Attribute):
                 if not isinstance(node.ctx, ast.Load):
                     stored.add(node.attr)
-                settled &= node.attr not in ("__dict__", "__setattr__", "_modules", "_parameters", "_buffers")
+                settled &= node.attr not in TABLES
             elif isinstance(node, ast.Name) and node.id == self.own:
                 handed_on |= id(node) not in read_through
             elif isinstance(node, ast.Call):
                 name = call_name(node)
-                if name in ("setattr", "delattr", "add_module", "register_module", "register_buffer"):
-                    settled = False
-                chain = attribute_chain(node.func, self.own)
-                handed_on |= name == "super" or (
-                    bool(chain) and isinstance(resolve(module, chain), types.MethodType)
-                )
-        return Instance(module, self.own, frozenset(stored), settled and not rebound, handed_on)
+                settled &= name not in ("setattr", "delattr", "add_module")
+                settled &= not (name or "").startswith("register_")
+                handed_on |= name == "super"
+            chain = attribute_chain(node, self.own)
+            handed_on |= bool(chain) and _runs_code_of(module, resolve(module, chain))
+        settled &= not stored & {"forward", "__call__", "__class__"}
+        return Instance(module, self.own, frozenset(stored), settled, handed_on)
 
     def _collect(self, node: ast.AST) -> None:
         if isinstance(node, ast.Assign):
@@ -147,13 +154,16 @@ class _Flow:
             self.keeps.append((target.value, value))
 
     def _function(self, node: ast.AST) -> None:
+        defaults: list[ast.expr] = []
         if isinstance(node, FUNCTIONS):
             defaults = [*node.args.defaults, *(d for d in node.args.kw_defaults if d is not None)]
             self.binds += [(name, default) for name in parameters_of(node) for default in defaults]
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             self.held.setdefault(node.name, set()).add(node)
+            if isinstance(node, ast.ClassDef):
+                self.inside[node] = {part for part in ast.walk(node) if isinstance(part, FUNCTIONS)}
             # A decorator gets the function, and what it returns stands in its place.
-            extra = [*node.decorator_list, *(node.bases if isinstance(node, ast.ClassDef) else ())]
+            extra = [*node.decorator_list, *(node.bases if isinstance(node, ast.ClassDef) else defaults)]
             self.binds += [(node.name, part) for part in (*captures(node), *extra)]
 
     def _kept_by(self, call: ast.Call, dropped: bool) -> None:
@@ -164,8 +174,9 @@ class _Flow:
         receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
         is_self = isinstance(receiver, ast.Name) and receiver.id == self.own
         keepers: list[ast.expr] = []
-        if has_underscore(name) and name != "set_" and receiver is not None and not is_self:
-            pass  # a tensor's method: it copies
+        is_tensors = has_underscore(name) and name != "set_" and hasattr(torch.Tensor, str(name))
+        if is_tensors and receiver is not None and not is_self:
+            pass  # it copies
         elif dropped or name in KEEPS:
             keepers = [*parts, *([] if receiver is None or self.how.holds_nothing(receiver) else [receiver])]
         if is_self and receiver is not None and not isinstance(value, nn.Module):
@@ -216,6 +227,11 @@ class _Flow:
         every = {name: self._reached(origins) for name, origins in self.held.items()}
         wanted = set().union(*(every.get(name, set()) for name in seeds))
         return seeds | {name for name, origins in every.items() if origins & wanted}
+
+
+def _runs_code_of(module: nn.Module, value: Any) -> bool:
+    """Whether an attribute of the module is a method or property of it, whose code gets `self`."""
+    return value is DYNAMIC or (isinstance(value, types.MethodType) and value.__self__ is module)
 
 
 def _around(module: nn.Module) -> dict[str, Any]:

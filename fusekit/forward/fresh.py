@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.nn.modules import module as torch_module
 
 from fusekit.forward.names import DTYPE_CASTS, METADATA_ATTRS, METADATA_CALLS, VIEW_ATTRS, VIEWS
-from fusekit.forward.reads import DYNAMIC, MISSING, attribute_chain, resolve
+from fusekit.forward.reads import DYNAMIC, MISSING, SIMPLE, attribute_chain, resolve
 
 
 def returns_fresh(expr: ast.AST, module: nn.Module) -> bool:
@@ -40,14 +40,24 @@ class Instance:
     own: str = "self"
     stored: frozenset[str] = frozenset()  # attributes that the forward itself stores, on any object
     settled: bool = True  # False where attributes of `self` are stored under names not seen
-    handed_on: bool = False  # whether other code gets `self`, and may fill in what is missing
+    handed_on: bool = False  # whether other code gets `self`, and may store attributes
 
     def value(self, expr: ast.AST) -> Any:
         """The value of an attribute chain on `self`, DYNAMIC where that is not known."""
         chain = attribute_chain(expr, self.own)
         if not chain or not self.settled or self.stored.intersection(chain):
             return DYNAMIC
-        return resolve(self.module, chain)
+        found = resolve(self.module, chain)
+        # Other code that gets `self` may fill in or change anything but a submodule that is there.
+        return DYNAMIC if self.handed_on and not isinstance(found, nn.Module) else found
+
+    def is_plain(self, expr: ast.AST) -> bool:
+        """Whether an attribute chain on `self` holds a number, a name, a size and the like, no tensor."""
+        chain = attribute_chain(expr, self.own)
+        if not chain or not self.settled or self.stored.intersection(chain):
+            return False
+        found = resolve(self.module, chain)
+        return isinstance(found, SIMPLE) and not (found is None and self.handed_on)
 
     def truth(self, test: ast.AST) -> bool | None:
         """Whether a test holds, None where the attributes of the instance do not decide it."""
@@ -122,7 +132,7 @@ class Instance:
     def cannot_run(self, call: ast.Call) -> bool:
         """Whether the call is one of a missing or None submodule."""
         value = self.value(call.func)
-        return (value is None or value is MISSING) and not self.handed_on
+        return value is None or value is MISSING
 
     def returns_fresh(self, expr: ast.AST) -> bool:
         """`returns_fresh` of the forward that is known."""

@@ -28,9 +28,9 @@ VIEWS = frozenset(
 )
 VIEW_ATTRS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 # Names that by custom are modules: what is called through them is a function, not a method.
-MODULE_NAMES = frozenset(
-    {"torch", "nn", "F", "functional", "init", "np", "numpy", "math", "operator", "transformers"}
-)
+MODULE_NAMES = frozenset({"torch", "nn", "F", "np", "numpy", "math"})
+# Names that may be a module or a variable: what is called through them may be either.
+MAYBE_MODULES = frozenset({"functional", "init", "operator", "ops"})
 # Methods that put an argument into a container, or a tensor on another one's storage.
 KEEPS = frozenset(
     {"append", "appendleft", "extend", "extendleft", "insert", "update", "setdefault", "set_", "setattr"}
@@ -166,15 +166,11 @@ def captured_names(pattern: ast.pattern) -> set[str]:
 
 
 def captures(function: ast.AST) -> list[ast.Name]:
-    """The names read in the body of a function or class that it does not get as parameters."""
+    """The names in the body of a function or class, read or stored there, but for its parameters."""
     body = function.body if isinstance(function.body, list) else [function.body]  # type: ignore[attr-defined]
     own = set(parameters_of(function))
-    return [
-        node
-        for part in body
-        for node in ast.walk(part)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in own
-    ]
+    nodes = (node for part in body for node in ast.walk(part))
+    return [node for node in nodes if isinstance(node, ast.Name) and node.id not in own]
 
 
 def parameters_of(function: ast.AST) -> list[str]:

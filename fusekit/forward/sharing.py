@@ -73,7 +73,7 @@ def sources(expr: ast.AST | None, how: How) -> Iterator[ast.expr]:
     elif isinstance(expr, ast.Attribute):
         if expr.attr in METADATA_ATTRS - (instance.stored if instance else frozenset()):
             return
-        if instance and isinstance(instance.value(expr), SIMPLE):
+        if instance and instance.is_plain(expr):
             return
     elif isinstance(expr, ast.IfExp):
         children = instance.branches(expr) if instance else [expr.body, expr.orelse]
@@ -85,8 +85,7 @@ def sources(expr: ast.AST | None, how: How) -> Iterator[ast.expr]:
         children = [expr.value]
     elif isinstance(expr, ast.Lambda):
         yield expr
-        yield from captures(expr)
-        children = [*expr.args.defaults, *expr.args.kw_defaults]
+        children = [*captures(expr), *expr.args.defaults, *expr.args.kw_defaults]
     elif isinstance(expr, COMPREHENSIONS):
         yield expr
         yield from _of_comprehension(expr, how)
@@ -131,12 +130,20 @@ def _read_by_call(call: ast.Call, how: How) -> Iterator[ast.expr]:
 
 def _of_comprehension(expr: ast.AST, how: How) -> Iterator[ast.expr]:
     assert isinstance(expr, COMPREHENSIONS)
-    targets = set()
-    for generator in expr.generators:
-        targets |= {node.id for node in ast.walk(generator.target) if isinstance(node, ast.Name)}
-        yield from sources(generator.iter, how)
+    generators = expr.generators
+    targets = {
+        node.id
+        for generator in generators
+        for node in ast.walk(generator.target)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    }
     parts = [expr.key, expr.value] if isinstance(expr, ast.DictComp) else [expr.elt]
-    for part in parts:
-        for source in sources(part, how):
-            if not (isinstance(source, ast.Name) and source.id in targets):
-                yield source
+    found = [source for part in parts for source in sources(part, how)]
+
+    def is_target(source: ast.expr) -> bool:
+        return isinstance(source, ast.Name) and source.id in targets
+
+    if isinstance(expr, ast.GeneratorExp) or any(map(is_target, found)):
+        yield from sources(generators[0].iter, how)  # evaluated outside, where targets are other names
+        found += [source for generator in generators[1:] for source in sources(generator.iter, how)]
+    yield from (source for source in found if not is_target(source))

@@ -12,6 +12,7 @@ from fusekit.forward.names import (
     CHANGES,
     DTYPE_CASTS,
     INPLACE_DUNDERS,
+    MAYBE_MODULES,
     MODULE_NAMES,
     VIEWS,
     arg_names,
@@ -55,7 +56,7 @@ def _written_object(node: ast.AST) -> ast.expr | None:
     name = call_name(node)
     if isinstance(node.func, ast.Name) and name in ("setattr", "delattr") and node.args:
         return node.args[0]
-    if isinstance(node.func, ast.Attribute) and not _is_function_of_module(node.func):
+    if isinstance(node.func, ast.Attribute) and _pure_root(node.func) not in MODULE_NAMES:
         if has_underscore(name) or name in INPLACE_DUNDERS | CHANGES:
             return node.func.value
     return None
@@ -81,8 +82,9 @@ def mutated_names(statements: Iterable[ast.AST]) -> set[str]:
                 found |= {base} - MODULE_NAMES if base is not None else set()
                 if not _is_view(written):
                     found |= aliasing_reads(written)
-            elif isinstance(node, ast.Call) and call_name(node) in INPLACE_DUNDERS:
-                found |= arg_names(node)  # operator.__iadd__(x, y)
+            if isinstance(node, ast.Call) and call_name(node) in INPLACE_DUNDERS:
+                if not _is_method(node.func, None):
+                    found |= arg_names(node)  # operator.__iadd__(x, y)
     return found
 
 
@@ -104,8 +106,8 @@ def writes_through_args(call: ast.Call, variables: Collection[str] | None = None
     `torch.nn.functional` takes it so), and where a free function has the in-place underscore:
     `torch.relu_(x)`. Dunder names do not count, nor do methods, which write their receiver
     (`inplace_target`). What tells a function from a method is the name before the dot: `variables`
-    are the names of objects; without them, `torch`, `F`, `nn.init` and the like, capitalised names, and
-    `self` itself (whose methods may do anything) are taken for no tensors.
+    are the names of objects; without them, `torch`, `F`, `init` and the like and capitalised names are
+    taken for modules. Methods of `self` itself may do anything and count as functions.
     Teaching-only: the library asks the operator's schema.
 
     >>> call = lambda text: ast.parse(text, mode="eval").body
@@ -149,21 +151,14 @@ def _is_method(function: ast.expr, variables: Collection[str] | None) -> bool:
     """Whether what is called is a method of some object, and not a function of a module."""
     if not isinstance(function, ast.Attribute):
         return False
-    receiver = function.value
-    if isinstance(receiver, ast.Name) and receiver.id == "self":
+    if isinstance(function.value, ast.Name) and function.value.id == "self":
         return False
-    if variables is None:
-        return not _is_function_of_module(function)
-    root = _pure_root(receiver)
-    return root is None or root in variables
-
-
-def _is_function_of_module(function: ast.expr) -> bool:
-    """Whether by custom `a.b.f` is a function in a module or class: `F.relu`, `torch.Tensor.mul_`."""
-    if not isinstance(function, ast.Attribute):
-        return False
-    root = _pure_root(function.value)
-    return root is not None and (root in MODULE_NAMES or root[:1].isupper())
+    root = _pure_root(function)
+    if root is None or root == "self":
+        return True
+    if variables is not None:
+        return root in variables
+    return root not in MODULE_NAMES | MAYBE_MODULES and not root[:1].isupper()
 
 
 def _pure_root(expr: ast.AST) -> str | None:
