@@ -12,6 +12,8 @@ from fusekit.forward.fresh import Instance
 from fusekit.forward.names import (
     FUNCTIONS,
     KEEPS,
+    MODULE_NAMES,
+    base_name,
     call_name,
     captured_names,
     captures,
@@ -32,10 +34,10 @@ def aliasing_names(forward: ast.FunctionDef, seed: str | Iterable[str], module: 
     common, through any chain of assignments (tuples, starred, `:=`, `+=`, `for`, `with`,
     comprehensions, `match`), containers, attributes (`self.h = x` makes `self` share with `x`), views,
     branches, and nested functions that capture or are given one. The order of the statements does
-    not count, nor do scopes: a name is one name. What `returns_fresh` holds for `module` shares
-    nothing. Two parameters are taken to be apart. A call may keep an argument in `self` if it is a
-    method of it or gets it, and in another argument if its result is dropped or it is called as the
-    methods of containers are.
+    not count, nor do scopes: a name is one name. What `returns_fresh` holds for `module`, whose
+    attributes count as they are now, shares nothing. Two parameters are taken to be apart. A call may
+    keep an argument in `self` if it is a method of it or gets it, and in another argument if its result is
+    dropped or it is called as the methods of containers are.
     Teaching-only: the library follows the traced values instead (`fusekit.tracing.aliasing`).
 
     >>> tree = ast.parse("def forward(self, x, y):\\n a = [x.view(-1)]\\n b, c = a[0], y + 1\\n return b")
@@ -177,7 +179,7 @@ class _Flow:
         is_tensors = has_underscore(name) and name != "set_" and hasattr(torch.Tensor, str(name))
         if is_tensors and receiver is not None and not is_self:
             pass  # it copies
-        elif dropped or name in KEEPS:
+        elif name in KEEPS or (dropped and base_name(call.func) not in MODULE_NAMES - self.how.bound):
             keepers = [*parts, *([] if receiver is None or self.how.holds_nothing(receiver) else [receiver])]
         if is_self and receiver is not None and not isinstance(value, nn.Module):
             keepers.append(receiver)

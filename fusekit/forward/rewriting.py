@@ -80,7 +80,7 @@ def compile_forward(forward: ast.FunctionDef, fn: FunctionType) -> FunctionType:
 
     It has the original's globals, closure cells, defaults, annotations and decorators, and its own text:
     the file with the def replaced, registered with `linecache` under a name of its own, so
-    that `inspect`, debuggers and tracebacks show what runs. Bind it with `fn.__get__(module)` or as a
+    that `inspect`, debuggers and tracebacks show what runs. Bind it with its `__get__(module)` or as a
     class's forward. Raises `FusekitError` when parameters or defaults were changed, or when the tree is
     no Python.
     Teaching-only: the library compiles edited text (`compile_edited`).
@@ -378,7 +378,7 @@ def _names_of_self(forward: ast.FunctionDef, own: str) -> set[str]:
     pairs: list[tuple[ast.expr, ast.expr]] = []
     for node in ast.walk(forward):
         if isinstance(node, ast.Assign):
-            pairs += [(target, node.value) for target in node.targets]
+            pairs += [pair for target in node.targets for pair in _pairs(target, node.value)]
         elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
             pairs.append((node.target, node.value))
     found, size = {own}, 0
@@ -390,6 +390,14 @@ def _names_of_self(forward: ast.FunctionDef, own: str) -> set[str]:
             if isinstance(target, ast.Name) and isinstance(value, ast.Name) and value.id in found:
                 found.add(target.id)
     return found
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """A target and its value, part by part where both are written out."""
+    if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, (ast.Tuple, ast.List)):
+        if len(target.elts) == len(value.elts):
+            return [pair for both in zip(target.elts, value.elts, strict=True) for pair in _pairs(*both)]
+    return [(target, value)]
 
 
 def _has_one_argument(call: ast.Call) -> bool:
@@ -421,7 +429,7 @@ def single_self_call(forward: ast.FunctionDef, name: str) -> ast.Call:
     call, refs = self_call_and_refs(forward, name)
     if refs:
         raise FusekitError(
-            f"self.{name} is also used at line {refs[0].lineno}, other than by its call: "
+            f"{_own_name(forward)}.{name} is also used at line {refs[0].lineno}, other than by its call: "
             f"{ast.unparse(refs[0])}"
         )
     return call

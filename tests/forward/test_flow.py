@@ -171,7 +171,7 @@ def test_sharing_goes_through_nested_code(lines):
         "a = 1",
         "self.q.weight = x; a = self.k(x)",
         "y.add_(x); a = y",
-        "torch.add(x, 1); a = y",
+        "torch.add(x, y); a = y",
         "b = torch.relu(x); a = torch.relu(y)",
         "b = helper(x); a = helper(y)",
         "b = x.to(torch.float32); a = y.to(torch.float32)",

@@ -231,6 +231,29 @@ def test_strings_over_several_lines_keep_their_text(load):
     assert made.__code__.co_consts[0] == a.forward.__code__.co_consts[0]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\tdef forward(self, x):\n\t\tif x:\n\t\t\treturn x\n\tdef after(self): return 1\n",
+        "  def forward(self, x): y = x; return y\n  def after(self): return 1\n",
+        "  if 1:\n   def forward(self,\n x):\n    return x  # why\n  def after(self): return 1",
+        " def forward(self, é): return é\n def after(self): return 1",
+        " def forward(self, x):\r\n  return x\r\n def after(self): return 1\r\n",
+    ],
+)
+def test_layouts_of_files(load, text):
+    a = load(f"import torch.nn as nn\nclass A(nn.Module):\n{text}".encode()).A
+    forward, fn = recover_forward(a)
+    forward.body.insert(0, ast.parse("self.seen = 1").body[0])
+    made = compile_forward(forward, fn)
+    module = a()
+    assert made(module, 3) == 3 and module.seen == 1
+    lines, first = inspect.getsourcelines(made)
+    assert lines[1].strip() == "self.seen = 1" and first == inspect.getsourcelines(a.forward)[1]
+    file = "".join(linecache.getlines(made.__code__.co_filename))
+    assert file.startswith("import torch.nn as nn\n") and file.rstrip().endswith("def after(self): return 1")
+
+
 def test_negative_constants_keep_their_value():
     forward, fn = recover_forward(nn.Identity)
     forward.body = [ast.Return(ast.BinOp(ast.Constant(-3), ast.Pow(), ast.Constant(2)))]
@@ -566,6 +589,7 @@ def test_unless_there_is_exactly_one_call_it_raises():
         ("setattr(self, 'q', 1)", "setattr(self, 'q', 1)"),
         ("m = self; z = m.q(x)", "m.q"),
         ("z = (m := self).q; m.q", "m.q"),
+        ("z, (m, _) = x, [self, y]; n = m; n.q", "n.q"),
         ("self.__dict__['q']", "self.__dict__"),
         ("self._modules['q']", "self._modules"),
         ("del self.q", "self.q"),
