@@ -6,18 +6,20 @@ from fusekit.display.code import indent_of, numbered, outdent
 from fusekit.display.dispatch import as_html, as_text
 from fusekit.display.markup import Html, code, count, fold, line, lines_of, many, soft, tag
 from fusekit.forward import ForwardSource
+from fusekit.forward.source import cell_name, short_path
 
 
 def place(path: str | None, number: int | None) -> str:
     """File and line, as in modeling_llama.py:210; empty where there is no path."""
-    name = os.path.basename(path) if path else ""
+    name = short_path(path) if path else ""
     return name if number is None or not name else f"{name}:{number}"
 
 
 def shown_path(path: str) -> str:
     """`path` from the packages' folder on: what comes before differs from machine to machine, and is
-    nobody's business in a notebook that is passed on. A notebook cell's file is named as it is in
-    tracebacks, without its temporary folder."""
+    nobody's business in a notebook that is passed on. A notebook cell is named as in tracebacks."""
+    if cell := cell_name(path):
+        return cell
     parts = path.replace(os.sep, "/").split("/")
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import linecache
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -325,5 +326,16 @@ def _place(text: str, path: str, line: int, name: str) -> tuple[ast.FunctionDef,
 
 
 def short_path(path: str) -> str:
-    """The last part of a file's path, for messages."""
-    return Path(path).name
+    """The last part of a file's path, for messages; a notebook cell by its number, In[3]."""
+    return cell_name(path) or Path(path).name
+
+
+def cell_name(path: str) -> str | None:
+    """`In[3]` for the file that stands for a cell of this notebook, None for any other."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if hasattr(ipython, "get_ipython") else None  # type: ignore[union-attr]
+    try:
+        found = shell.compile.format_code_name(path) if shell is not None else None
+    except Exception:  # a shell that compiles in its own way
+        return None
+    return found[1] if found else None

@@ -12,8 +12,8 @@ from fusekit.forward import original_class
 from fusekit.fusions import Match, Refusal, analyse
 from fusekit.model.binding import applied_matches, bind, fused_class, is_fused, unbind
 from fusekit.model.checks import Uses, refusal_of
-from fusekit.model.choice import Choice
 from fusekit.model.plan import Plan, Site, plan
+from fusekit.model.selection import Selection
 from fusekit.shown import Shown
 
 
@@ -210,7 +210,7 @@ def revert(
     """
     if not isinstance(model, nn.Module):
         raise FusekitError(f"revert() takes a module, not {type(model).__name__}")
-    chosen = Choice.of(model, only, exclude, layers)
+    chosen = Selection.of(model, only, exclude, layers)
     left = [
         Site(name, match.fusion, match.parts, module, match, analyse(module), True)
         for name, module in chosen.modules.items()

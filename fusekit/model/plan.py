@@ -16,7 +16,7 @@ from fusekit.forward.once import nothing_changes
 from fusekit.fusions import FUSIONS, Analysis, Match, Objection, Refusal, analyse, own_fusions
 from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
-from fusekit.model.choice import Choice, did_you_mean
+from fusekit.model.selection import Selection, did_you_mean
 from fusekit.shown import Shown
 from fusekit.tracing import AliasReport, Assumption, Trace, aliasing
 from fusekit.tracing.inputs import Inputs, inputs_of_modules
@@ -223,7 +223,7 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise FusekitError(f"plan() takes a module, not {type(model).__name__}: pass the model itself")
-    chosen = Choice.of(model, only, exclude, layers)
+    chosen = Selection.of(model, only, exclude, layers)
     uses = Uses.of(model)
     sites: list[Site] = []
     refusals: list[Refusal] = []

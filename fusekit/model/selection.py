@@ -12,7 +12,7 @@ from fusekit.fusions import FUSIONS, own_fusions
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """The chosen modules by their paths, and which fusions of them."""
 
     modules: dict[str, nn.Module]
@@ -26,7 +26,7 @@ class Choice:
         only: Iterable[str] | str | None,
         exclude: Iterable[str] | str,
         layers: Iterable[str] | str | None,
-    ) -> "Choice":
+    ) -> "Selection":
         """Raises `FusekitError` for a fusion that does not exist or a pattern that matches no module."""
         modules = dict(model.named_modules())
         if layers is not None:
