@@ -29,14 +29,14 @@ def compare(
     """
     unfused_max, unfused_rms = errors(unfused, reference)
     fused_max, fused_rms = errors(fused, reference)
-    scale = _scale(reference)
-    floor = EPS * torch.finfo(dtype).eps * scale
+    size = scale(reference)
+    floor = EPS * torch.finfo(dtype).eps * size
     allowed_max = max(RATIO * unfused_max, noise[0], floor)
     allowed_rms = max(RATIO * unfused_rms, noise[1], floor)
     shapes = unfused.shape == fused.shape and unfused.dtype == fused.dtype
     ok = shapes and fused_max <= allowed_max and fused_rms <= allowed_rms
     detail = (
-        f"largest error {fused_max:.3g} of {scale:.3g}, {unfused_max:.3g} unfused; allowed {allowed_max:.3g}"
+        f"largest error {fused_max:.3g} of {size:.3g}, {unfused_max:.3g} unfused; allowed {allowed_max:.3g}"
     )
     if fused_max <= allowed_max and fused_rms > allowed_rms:
         detail += f"; rms error {fused_rms:.3g}, {unfused_rms:.3g} unfused; allowed {allowed_rms:.3g}"
@@ -62,7 +62,7 @@ def errors(found: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     return float(difference.max()), float(difference.square().mean().sqrt())
 
 
-def _scale(reference: torch.Tensor) -> float:
+def scale(reference: torch.Tensor) -> float:
     """The largest finite magnitude."""
     return float(torch.where(reference.isfinite(), reference, 0.0).abs().max()) if reference.numel() else 0.0
 
@@ -79,7 +79,7 @@ def gradient_checks(
 ) -> list[Check]:
     """A check of each parameter's gradient; `verify` states the rule."""
     eps = torch.finfo(dtype).eps
-    scales = {name: _scale(exact) for name, exact in reference.items()}
+    scales = {name: scale(exact) for name, exact in reference.items()}
     largest = max(scales.values(), default=0.0)
     relative = _noise(unfused, reference, scales, eps)
     checks = []

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from fusekit.model.choices import routing_check
 from fusekit.model.compare import compare, errors, gradient_checks, text_check, top1_check
 from fusekit.model.lifted import Lifted
 from fusekit.model.report import CHECKS, Check, LayerError, NotRun
-from fusekit.model.runs import Run, Text, generates, next_logits
+from fusekit.model.runs import Run, Text, as_double, generates, next_logits
 
 
 class Findings:
@@ -47,16 +48,18 @@ class Findings:
         self._leave_out_what_does_not_apply(unfused, writes)
         if fused.failed:
             self.fail("outputs", f"the fused model fails: {fused.failed}")
-            what = ["gradients"] + ["top-1"] * _has_tokens(unfused)
+            what = ["gradients", *_by_the_model(unfused)]
             self.leave_out(what, "the fused model fails, see outputs")
             return
         if exact.failed:
-            what = ["outputs", "gradients"] + ["top-1"] * _has_tokens(unfused)
+            what = ["outputs", "gradients", *_by_the_model(unfused)]
             self.leave_out(what, f"the float64 run, which is the reference, fails: {exact.failed}")
         else:
             self._judge_outputs(unfused, fused, exact)
             if _has_tokens(unfused) and self.wants("top-1"):
                 self._judge_top1(unfused, fused, exact)
+            if unfused.choices.made and self.wants("routing"):
+                self._judge_routing(unfused, fused, exact)
             self._follow(layers, unfused, fused, exact)
         if self.wants("gradients"):
             self._judge_gradients(unfused, fused, exact)
@@ -105,6 +108,12 @@ class Findings:
         else:
             self.checks.append(top1_check(unfused.logits, fused.logits, exact.logits))
 
+    def _judge_routing(self, unfused: Run, fused: Run, exact: Run) -> None:
+        if exact.choices.strayed or len(exact.choices.made) != len(unfused.choices.made):
+            self.leave_out(["routing"], "the float64 run chooses among others")
+        else:
+            self.checks.append(routing_check(unfused.choices, fused.choices, exact.choices, dtype=self.dtype))
+
     def _judge_gradients(self, unfused: Run, fused: Run, exact: Run) -> None:
         if unfused.no_gradients:
             self.leave_out(["gradients"], f"backward of the unfused model fails: {unfused.no_gradients}")
@@ -133,7 +142,8 @@ class Findings:
         before, after = texts
         if before is None or after is None:
             if generates(model):
-                self.leave_out(["generation"], "there are no input_ids to generate from")
+                main = getattr(model, "main_input_name", "input_ids")
+                self.leave_out(["generation"], f"there are no {main} to generate from")
             return
         if before.ids is None:
             self.leave_out(["generation"], f"generate() of the unfused model fails: {before.failed}")
@@ -148,12 +158,17 @@ class Findings:
                 return None
             try:
                 with Lifted():
-                    return next_logits(model, inputs, row, so_far)
+                    return next_logits(model, as_double(inputs), row, so_far)
             except Exception:  # a model whose generate() calls it in a way of its own
                 return None
 
         noise = _noise(unfused, fused, exact)
         self.checks.append(text_check(before.ids, after.ids, tokens, noise, exact_logits))
+
+
+def _by_the_model(unfused: Run) -> list[str]:
+    """The checks that only some models have."""
+    return ["top-1"] * _has_tokens(unfused) + ["routing"] * bool(unfused.choices.made)
 
 
 def _has_tokens(unfused: Run) -> bool:

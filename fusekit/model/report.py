@@ -8,14 +8,14 @@ from fusekit.shown import Shown
 if TYPE_CHECKING:
     import pandas
 
-CHECKS = ("outputs", "gradients", "state dict", "top-1", "generation", "site")
+CHECKS = ("outputs", "gradients", "state dict", "top-1", "routing", "generation", "site")
 
 
 @dataclass(frozen=True)
 class Check:
     """One comparison of fused with unfused.
 
-    `what` is `outputs`, `gradients`, `state dict`, `top-1`, `generation` or `site`. Errors are
+    `what` is `outputs`, `gradients`, `state dict`, `top-1`, `routing`, `generation` or `site`. Errors are
     absolute, against the float64 run: the largest and the root of the mean square. `same_bits`:
     fused equals unfused bit for bit, which is reported and not required.
     """

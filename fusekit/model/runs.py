@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from fusekit.model.choices import Choices, Choosing
 from fusekit.tracing.recorder import tensors_in
 
 SEED = 20
@@ -20,7 +21,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Run:
-    """What one version of a model gave: floating outputs, gradients by parameter, layers by name, logits.
+    """What one version of a model gave: floating outputs, gradients by parameter, layers by name, logits,
+    and what it chose among.
 
     `failed` says why there is nothing of it, `no_gradients` why there are no gradients only.
     """
@@ -29,6 +31,7 @@ class Run:
     gradients: Gradients = field(default_factory=dict)
     layers: dict[str, torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor | None = None
+    choices: Choices = field(default_factory=Choices)
     failed: str = ""
     no_gradients: str = ""
 
@@ -47,13 +50,22 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
-def run(model: nn.Module, inputs: dict[str, Any], layers: list[str], gradients: bool) -> Run:
-    """One call of `model`, the outputs of `layers` kept, and backward where `gradients` are wanted."""
+def run(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    layers: list[str],
+    gradients: bool,
+    followed: Choices | None = None,
+) -> Run:
+    """One call of `model`, the outputs of `layers` kept, and backward where `gradients` are wanted.
+
+    It chooses as `followed` did, where that is given.
+    """
     no_gradients = ""
     if gradients:
         try:
             with torch.enable_grad():
-                found, tensors = _forward(model, inputs, layers)
+                found, tensors = _forward(model, inputs, layers, followed)
         except Exception as error:  # a forward that writes into a parameter runs without gradients only
             no_gradients = said(error)
         else:
@@ -64,22 +76,26 @@ def run(model: nn.Module, inputs: dict[str, Any], layers: list[str], gradients: 
             return found
     try:
         with torch.no_grad():
-            found, _ = _forward(model, inputs, layers)
+            found, _ = _forward(model, inputs, layers, followed)
     except Exception as error:
         return Run(failed=said(error))
     found.no_gradients = no_gradients
     return found
 
 
-def _forward(model: nn.Module, inputs: dict[str, Any], layers: list[str]) -> tuple[Run, list[torch.Tensor]]:
+def _forward(
+    model: nn.Module, inputs: dict[str, Any], layers: list[str], followed: Choices | None
+) -> tuple[Run, list[torch.Tensor]]:
     """The run without its gradients, and the tensors to call backward on."""
     found = Run()
     hooks = [model.get_submodule(name).register_forward_hook(_keep(found.layers, name)) for name in layers]
     try:
-        result = model(**copy.deepcopy(inputs))  # a cache among them would grow from run to run
+        with Choosing(followed) as choosing:
+            result = model(**copy.deepcopy(inputs))  # a cache among them would grow from run to run
     finally:
         for hook in hooks:
             hook.remove()
+    found.choices = choosing.found
     tensors = floating(result)
     found.outputs = [tensor.detach().clone() for tensor in tensors]
     logits = getattr(result, "logits", None)
@@ -111,35 +127,50 @@ def _backward(model: nn.Module, tensors: list[torch.Tensor]) -> Gradients:
 
 
 def generated(model: Any, inputs: dict[str, Any], tokens: int) -> Text:
-    """`tokens` more tokens than `input_ids`, greedy."""
-    ids = inputs["input_ids"]
-    mask = inputs.get("attention_mask")
+    """`tokens` more tokens than the prompt has, greedy."""
+    prompt = prompt_of(model, inputs)
+    ids = prompt.get("input_ids")
+    if ids is not None:
+        prompt.setdefault("attention_mask", torch.ones_like(ids))
     try:
         with torch.no_grad():
-            return Text(
-                model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids) if mask is None else mask,
-                    max_new_tokens=tokens,
-                    min_new_tokens=tokens,
-                    do_sample=False,
-                )
-            )
+            made = model.generate(**prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
     except Exception as error:
         return Text(failed=said(error))
+    if not isinstance(made, torch.Tensor):
+        return Text(failed=f"it gives a {type(made).__name__}")
+    start = getattr(getattr(model, "generation_config", None), "decoder_start_token_id", None)
+    if made.shape[1] == tokens and ids is None and isinstance(start, int):
+        made = nn.functional.pad(made, (1, 0), value=start)  # one that leaves its start out
+    return Text(made)
+
+
+def prompt_of(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Those of `inputs` that text is generated from; empty where the main one is not among them.
+
+    A model with an encoder starts its text with a token of its own, not with `decoder_input_ids`.
+    """
+    main = getattr(model, "main_input_name", "input_ids")
+    if inputs.get(main) is None:
+        return {}
+    names = (main, "attention_mask", "pixel_values", "input_features")
+    return {name: inputs[name] for name in names if inputs.get(name) is not None}
 
 
 def next_logits(model: Any, inputs: dict[str, Any], row: int, before: torch.Tensor) -> torch.Tensor:
     """Logits of the token after `before`, the tokens of sequence `row` so far, shape [vocabulary]."""
-    ids, mask = inputs["input_ids"][row : row + 1], inputs.get("attention_mask")
-    given: dict[str, Any] = {} if mask is None else {"attention_mask": mask[row : row + 1]}
+    given = {
+        name: value[row : row + 1] if isinstance(value, torch.Tensor) else value
+        for name, value in prompt_of(model, inputs).items()
+    }
+    mask = given.get("attention_mask")
     if getattr(model.config, "is_encoder_decoder", False):
-        given |= {"input_ids": ids, "decoder_input_ids": before[None]}
+        given["decoder_input_ids"] = before[None]
     else:
         given["input_ids"] = before[None]
         if mask is not None:
             more = before.shape[0] - mask.shape[1]
-            given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, more), value=1)
+            given["attention_mask"] = nn.functional.pad(mask, (0, more), value=1)
     with torch.no_grad():
         return model(**given).logits[0, -1]
 
@@ -176,11 +207,13 @@ def captured(model: nn.Module, names: Collection[str], inputs: dict[str, Any]) -
     return found
 
 
-def first_output(module: nn.Module, call: Call) -> torch.Tensor | None:
-    """The first floating tensor that a module returns, None where there is none."""
+def first_output(
+    module: nn.Module, call: Call, followed: Choices | None = None
+) -> tuple[torch.Tensor | None, Choices]:
+    """The first floating tensor that a module returns, None where there is none, and what it chose."""
     args, kwargs = copy.deepcopy(call)
-    with torch.no_grad():
-        return next(iter(floating(module(*args, **kwargs))), None)
+    with torch.no_grad(), Choosing(followed) as choosing:
+        return next(iter(floating(module(*args, **kwargs))), None), choosing.found
 
 
 def _keep(kept: dict[str, torch.Tensor], name: str) -> Callable[..., None]:

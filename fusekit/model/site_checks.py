@@ -44,19 +44,19 @@ def _first_of(names: list[str]) -> str:
 def _site_check(site: Site, module: nn.Module, call: Call, dtype: torch.dtype) -> Check | str:
     """The check, or why there is none."""
     try:
-        unfused = first_output(module, call)
+        unfused, chosen = first_output(module, call)
     except Exception as error:
         return f"the unfused module fails by itself: {said(error)}"
     with apply_copied([replace(site, name="", module=module)], module, site.module):
         try:
-            fused = first_output(module, call)
+            fused, _ = first_output(module, call, chosen)
         except Exception as error:
             detail = f"the fused module fails: {said(error)}"
             return Check("site", site.name, site.fusion, False, detail)
     try:
         module.double()
         with Lifted():
-            exact = first_output(module, as_double(call))
+            exact, _ = first_output(module, as_double(call), chosen)
     except Exception as error:
         return f"the module fails in float64: {said(error)}"
     if unfused is None or fused is None or exact is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from fusekit.model.apply import Fused, revert
 from fusekit.model.binding import is_fused
 from fusekit.model.compare import state_check
 from fusekit.model.findings import Findings
-from fusekit.model.inputs import checked_inputs, made_up_inputs
+from fusekit.model.inputs import checked_inputs, describe, made_up_inputs, missing_inputs
 from fusekit.model.lifted import Lifted
 from fusekit.model.plan import Plan
 from fusekit.model.report import CHECKS, VerifyReport
@@ -27,6 +28,7 @@ from fusekit.model.runs import (
     captured,
     generated,
     generates,
+    prompt_of,
     run,
     said,
     with_tensors,
@@ -45,12 +47,16 @@ def verify(
     """Check what `plan` fuses, and what it found applied, against a float64 run of the same model.
 
     Runs on one deep copy, in eval mode, in the model's own dtype and on its device; the model is
-    not changed. `inputs` are keyword arguments of its forward; without any, a causal language
-    model gets random `input_ids` of shape [2, tokens]. `generate` is the number of tokens to
+    not changed. `inputs` are keyword arguments of its forward; without any, a model of Transformers
+    gets random ones of the sizes in its configuration: `input_ids` of shape [2, tokens], `pixel_values`,
+    `input_features` and what else it needs. `generate` is the number of tokens to
     compare (greedy). `skip` names checks to leave out: of `outputs`, `gradients`, `state dict`,
-    `top-1`, `generation`, `site`.
+    `top-1`, `routing`, `generation`, `site`.
 
-    The float64 run has its casts lifted too (`Lifted`). A value passes when its largest and its
+    The float64 run has its casts lifted too (`Lifted`). Where the model picks by a score (a router its
+    experts), the fused and the float64 run follow the picks of the unfused one, so that all three
+    compute the same; `routing` says whether fused would have picked the same by itself wherever
+    float64 tells the two apart. A value passes when its largest and its
     root-mean-square error are at most 1.5 times the unfused ones, or at most 8 eps of the dtype
     times the largest magnitude of the reference: an unfused error of zero proves nothing.
 
@@ -109,25 +115,21 @@ class _Verification:
     def _run_all(self) -> str:
         """Every check; returns what was run, in words."""
         model = self.plan.model
-        reason, inputs, used = "", self.given, ""
+        reason, inputs, made = "", self.given, []
         if not self.sites:
             reason = "the plan fuses nothing, so there is nothing to compare"
         elif any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             reason = "the model is on the meta device: load its weights first"
-        elif inputs is not None:
-            used = f"the given inputs ({', '.join(inputs)})"
-        else:
-            inputs = made_up_inputs(model, self.tokens)
-            if inputs is None:
-                reason = f"no inputs are known for a {self.plan.model_name}: pass verify(inputs={{...}})"
-            else:
-                used = f"random input_ids {list(inputs['input_ids'].shape)}"
+        elif inputs is None:
+            made = made_up_inputs(model, self.tokens)
+            if not made:
+                reason = f"no inputs are known for a {self.plan.model_name}: pass {missing_inputs(model)}"
         if not reason:
             try:
                 self.copy = copy.deepcopy(model).eval()
             except Exception as error:
                 reason = f"the model cannot be copied: {said(error)}"
-        if reason or inputs is None:
+        if reason:
             self.found.leave_out(CHECKS, reason)
             return "nothing was run"
         if any(is_fused(module) for module in self.copy.modules()):
@@ -136,8 +138,24 @@ class _Verification:
             parameter.requires_grad_(parameter.is_floating_point())
         devices = [self.device] if self.device.type == "cuda" else []
         with _quiet(), torch.random.fork_rng(devices=devices):
-            self._compare(with_tensors(inputs, lambda tensor: tensor.detach().to(self.device)))
+            if inputs is not None:
+                used = f"the given inputs ({', '.join(inputs)})"
+                inputs = self._placed(inputs)
+            else:
+                inputs = self._that_run([self._placed(one) for one in made])
+                used = f"random {describe(inputs)}"
+            self._compare(inputs)
         return used
+
+    def _placed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return with_tensors(inputs, lambda tensor: tensor.detach().to(self.device))
+
+    def _that_run(self, made: list[dict[str, Any]]) -> dict[str, Any]:
+        """The first of made-up inputs that the model runs on, else the last."""
+        for inputs in made[:-1]:
+            if not run(self.copy, inputs, [], False).failed:
+                return inputs
+        return made[-1]
 
     def _compare(self, inputs: dict[str, Any]) -> None:
         found, names = self.found, _layer_names(self.copy)
@@ -146,12 +164,12 @@ class _Verification:
         before = self._generated(inputs)
         calls = self._calls(inputs, unfused)
         applied = self._apply()
-        fused = Run(failed=unfused.failed) if unfused.failed else self._run(inputs, names)
+        fused = Run(failed=unfused.failed) if unfused.failed else self._run(inputs, names, unfused)
         after = self._generated(inputs)
         kept = state_check(state, self.copy.state_dict())
         applied.revert()
         sites, reasons = ([], []) if calls is None else site_checks(self.sites, self.copy, calls, self.dtype)
-        exact = self._exact(inputs, names)
+        exact = self._exact(inputs, names, unfused)
         found.judge(unfused, fused, exact, names, generates(self.copy))
         if found.wants("state dict"):
             found.checks.append(kept)
@@ -161,12 +179,16 @@ class _Verification:
         for reason in reasons:
             found.leave_out(["site"], reason)
 
-    def _run(self, inputs: dict[str, Any], names: list[str]) -> Run:
-        return run(self.copy, inputs, names, self.found.wants("gradients"))
+    def _run(self, inputs: dict[str, Any], names: list[str], after: Run | None = None) -> Run:
+        return run(
+            self.copy, inputs, names, self.found.wants("gradients"), None if after is None else after.choices
+        )
 
     def _generated(self, inputs: dict[str, Any]) -> Text | None:
         """None where there is nothing to generate."""
-        if not self.found.wants("generation") or not generates(self.copy) or "input_ids" not in inputs:
+        if not self.found.wants("generation") or not generates(self.copy):
+            return None
+        if not prompt_of(self.copy, inputs):
             return None
         return generated(self.copy, inputs, self.generate)
 
@@ -192,14 +214,14 @@ class _Verification:
         own = [replace(site, module=self.copy.get_submodule(site.name)) for site in self.sites]
         return apply_copied(own, self.copy, self.plan.model)
 
-    def _exact(self, inputs: dict[str, Any], names: list[str]) -> Run:
+    def _exact(self, inputs: dict[str, Any], names: list[str], unfused: Run) -> Run:
         """The float64 run; the copy stays in float64."""
         try:
             self.copy.double()
         except Exception as error:
             return Run(failed=said(error))
         with Lifted():
-            return self._run(as_double(inputs), names)
+            return self._run(as_double(inputs), names, unfused)
 
 
 def _layer_names(model: nn.Module) -> list[str]:
@@ -215,6 +237,13 @@ def _layer_names(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Without what Python and Transformers advise about settings that are `verify`'s own."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

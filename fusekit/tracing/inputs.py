@@ -1,8 +1,13 @@
-"""Made-up inputs for a forward that is traced without any: meta tensors of likely shapes."""
+"""Made-up inputs: what parameters of a forward mean by their names, and tensors of likely shapes.
+
+Names and meanings are those of Transformers (its documentation of each model's forward); a size
+stands on the module, in its configuration, or in one that its configuration holds.
+"""
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,66 +56,232 @@ def inputs_of_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return found
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a parameter gets: a tensor of `shape`, or `count` of these.
+
+    `dtype` None is the module's own. Whole numbers lie in [0, `below`), or count up where that is None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    below: int | None = None
+    count: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.count or 1
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One way to make up inputs: which optional parameters get a value, and how a rotary table lies."""
+
+    optional: frozenset[str] = frozenset()
+    batched: bool = True  # a rotary table is [batch, length, width], else [length, width]
+    half: bool = False  # it holds each pair's angle once
+    added: bool = False  # there is none: positions are added to the states
+
+
+def guesses(function: Callable[..., Any]) -> Iterator[Guess]:
+    """Ways to make up inputs for `function`, the most plain first."""
+    parameters = inspect.signature(function).parameters
+    names = set(parameters)
+    yield Guess()
+    usual = frozenset(names & OFTEN_NEEDED)
+    if usual:
+        yield Guess(usual)
+    if names & ENCODED:
+        yield Guess(usual | (names & ENCODED))
+    if "position_embeddings" in names:
+        yield Guess(usual, batched=False)
+        yield Guess(usual, half=True)
+        if "tuple" not in str(parameters["position_embeddings"].annotation).lower():
+            yield Guess(usual, added=True)
+
+
 def made_up_inputs(
-    module: nn.Module, function: Callable[..., Any], conventional: bool
+    module: nn.Module, function: Callable[..., Any], guess: Guess
 ) -> tuple[dict[str, Any], list[str]]:
     """Values for the parameters of `function` that need one, and a sentence about each.
 
     A required parameter (the first, if none is) gets a float tensor [batch, length, hidden], unless
-    its name is one to which Transformers always gives another meaning. With `conventional`,
-    optional ones that forwards need all the same are made up too.
+    its name is one to which Transformers always gives another meaning.
     """
-    weight = reference_weight(module)
-    hidden = weight.shape[-1] if weight is not None else 16
-    dtype = weight.dtype if weight is not None and weight.dtype.is_floating_point else torch.float32
+    sizes = Sizes(module, BATCH, LENGTH, guess)
     values: dict[str, Any] = {}
     said: list[str] = []
-    parameters = [
-        parameter
-        for parameter in list(inspect.signature(function).parameters.values())[1:]
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    parameters = declared(function)
     needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
     # A forward that declares every input optional still works on one: its first.
     needed = needed or {parameter.name for parameter in parameters[:1]}
     for parameter in parameters:
-        required = parameter.name in needed
-        if not required and not (conventional and parameter.name in OFTEN_NEEDED):
+        if parameter.name not in needed | guess.optional:
             said.append(f"{parameter.name} is left out: {parameter.default!r}")
             continue
-        make = _ids if isinstance(module, nn.Embedding) else CONVENTIONS.get(parameter.name, _states)
-        value = make(module, hidden, dtype)
+        wanted = sizes.states() if parameter.name not in LEFT_OUT else None
+        if isinstance(module, nn.Embedding):
+            wanted = sizes.ids()
+        elif parameter.name in CONVENTIONS:
+            wanted = CONVENTIONS[parameter.name](sizes)
+        value = _empty(wanted, sizes.dtype)
         values[parameter.name] = value
         said.append(f"{parameter.name} is {_describe(value)}")
     return values, said
 
 
-def _states(module: nn.Module, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(BATCH, LENGTH, hidden, dtype=dtype, device="meta")
+def declared(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a forward without `self`, `*args` and `**kwargs`."""
+    return [
+        parameter
+        for parameter in list(inspect.signature(function).parameters.values())[1:]
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
-def _ids(module: nn.Module, hidden: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
+class Sizes:
+    """The sizes that made-up inputs of one module have."""
+
+    def __init__(self, module: nn.Module, batch: int, length: int, guess: Guess):
+        self.module, self.batch, self.guess = module, batch, guess
+        limits = self._all("max_position_embeddings", "max_target_positions", "n_positions")
+        self.length = min([length, *limits])
+        weight = reference_weight(module)
+        self.hidden = weight.shape[-1] if weight is not None else 16
+        self.dtype = weight.dtype if weight is not None and weight.is_floating_point() else torch.float32
+
+    def setting(self, *names: str) -> int | None:
+        """The first of `names` that is a positive number: on the module, in its configuration, on a child."""
+        return next(iter(self._all(*names)), None)
+
+    def _all(self, *names: str) -> Iterator[int]:
+        for name in names:
+            for holder in self._holders():
+                value = holder.get(name)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    yield value
+
+    def _holders(self) -> Iterator[Mapping[str, Any]]:
+        """What settings are read from: plain attributes, so that no code of the model runs."""
+        yield self.module.__dict__
+        yield from _configurations(self.module.__dict__.get("config"))
+        for child in self.module.modules():
+            yield child.__dict__
+
+    def states(self) -> Wanted:
+        return Wanted((self.batch, self.length, self.hidden))
+
+    def ids(self) -> Wanted:
+        return Wanted((self.batch, self.length), torch.long, self.vocabulary())
+
+    def vocabulary(self) -> int:
+        """A number of tokens that no part of the model exceeds; without one, the first embedding's rows."""
+        rows = (child.num_embeddings for child in self.module.modules() if isinstance(child, nn.Embedding))
+        return min(self._all("vocab_size"), default=None) or next(rows, 2)
+
+    def rotary_width(self) -> int:
+        """How many features of a head a rotary table turns."""
+        own = self.setting("qk_rope_head_dim", "rotary_ndims", "rotary_dim", "rotary_emb_dim")
+        if own is not None:
+            return own
+        head = self.setting("head_dim", "head_size", "attention_head_size")
+        if head is None:
+            heads = self.setting("num_attention_heads", "num_heads", "n_head")
+            head = self.hidden // heads if heads else self.hidden
+        return int(head * self._turned())
+
+    def _turned(self) -> float:
+        """The part of a head that is turned, where a configuration says so."""
+        for holder in self._holders():
+            for name in ("rope_parameters", "rope_scaling"):
+                held = holder.get(name)
+                if isinstance(held, dict) and isinstance(held.get("partial_rotary_factor"), float):
+                    return held["partial_rotary_factor"]
+            for name in ("partial_rotary_factor", "rotary_pct"):
+                if isinstance(holder.get(name), float):
+                    return holder[name]
+        return 1.0
+
+    def image(self) -> Wanted:
+        sides = next((holder["image_size"] for holder in self._holders() if holder.get("image_size")), 224)
+        height, width = sides if isinstance(sides, (tuple, list)) else (sides, sides)
+        return Wanted(
+            (self.batch, self.setting("num_channels", "in_channels", "in_chans") or 3, height, width)
+        )
+
+    def features(self) -> Wanted:
+        """A spectrogram: an encoder with a stride of two reads exactly twice its number of positions."""
+        frames = 2 * (self.setting("max_source_positions") or self.length)
+        return Wanted((self.batch, self.setting("num_mel_bins", "feature_size") or 80, frames))
 
 
-def _none(module: nn.Module, hidden: int, dtype: torch.dtype) -> None:
-    return None
+def _configurations(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The attributes of a configuration, and of those that it holds."""
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict):
+        yield held
+        for inner in held.values():
+            if type(inner).__name__.endswith("Config"):
+                yield from _configurations(inner)
 
 
-def _rotary(module: nn.Module, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    widths = (child.__dict__.get("head_dim") for child in module.modules())
-    width = next((width for width in widths if isinstance(width, int)), hidden)
-    cos, sin = (torch.empty(BATCH, LENGTH, width, dtype=dtype, device="meta") for _ in range(2))
-    return cos, sin
+Meaning = Callable[[Sizes], Wanted]
 
 
-CONVENTIONS: dict[str, Callable[[nn.Module, int, torch.dtype], Any]] = {
-    "input_ids": _ids,
-    "position_ids": _ids,
-    "attention_mask": _none,
+def _rotary(sizes: Sizes) -> Wanted:
+    if sizes.guess.added:
+        return sizes.states()
+    width = sizes.rotary_width() // (2 if sizes.guess.half else 1)
+    shape = (sizes.batch, sizes.length, width) if sizes.guess.batched else (sizes.length, width)
+    return Wanted(shape, count=2)
+
+
+def _encoded(sizes: Sizes) -> Wanted:
+    width = sizes.setting("cross_attention_hidden_size", "encoder_hidden_size") or sizes.hidden
+    return Wanted((sizes.batch, sizes.length + 2, width))
+
+
+def _audio(sizes: Sizes) -> Wanted:
+    bins, frames = sizes.setting("num_mel_bins"), sizes.setting("max_length")
+    return Wanted((sizes.batch, frames, bins) if bins and frames else (sizes.batch, 4000))
+
+
+CONVENTIONS: dict[str, Meaning] = {
+    "hidden_states": lambda sizes: sizes.states(),
+    "inputs_embeds": lambda sizes: sizes.states(),
+    "input_ids": lambda sizes: sizes.ids(),
+    "decoder_input_ids": lambda sizes: sizes.ids(),
+    "token_type_ids": lambda sizes: Wanted((sizes.batch, sizes.length), torch.long, 1),
+    "position_ids": lambda sizes: Wanted((sizes.batch, sizes.length), torch.long),
+    "cache_position": lambda sizes: Wanted((sizes.length,), torch.long),
+    "pixel_values": lambda sizes: sizes.image(),
+    "input_features": lambda sizes: sizes.features(),
+    "input_values": _audio,
     "position_embeddings": _rotary,
+    "encoder_hidden_states": _encoded,
+    "key_value_states": _encoded,
 }
-OFTEN_NEEDED = {"position_embeddings"}  # declared optional by forwards that unpack them all the same
+# Required by some forwards, and None all the same.
+LEFT_OUT = frozenset(
+    {
+        "attention_mask", "causal_mask", "encoder_attention_mask", "decoder_attention_mask",
+        "past_key_values", "past_key_value", "layer_past", "cache", "head_mask",
+    }
+)  # fmt: skip
+# Declared optional by forwards that read them all the same.
+OFTEN_NEEDED = frozenset(
+    {"position_embeddings", "input_ids", "decoder_input_ids", "pixel_values", "input_features"}
+)
+ENCODED = frozenset({"encoder_hidden_states", "key_value_states"})  # what another sequence was turned into
+
+
+def _empty(wanted: Wanted | None, dtype: torch.dtype) -> Any:
+    if wanted is None:
+        return None
+    made = [
+        torch.empty(wanted.shape, dtype=wanted.dtype or dtype, device="meta") for _ in range(wanted.number)
+    ]
+    return tuple(made) if wanted.count else made[0]
 
 
 def _describe(value: Any) -> str:

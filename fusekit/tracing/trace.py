@@ -18,7 +18,7 @@ from fusekit.forward import ForwardSource, NoSource, Span, forward_chain, source
 from fusekit.forward.edits import text_at
 from fusekit.forward.reads import SEES_NAMES, global_names
 from fusekit.forward.source import short_path
-from fusekit.tracing.inputs import made_up_inputs
+from fusekit.tracing.inputs import Guess, guesses, made_up_inputs
 from fusekit.tracing.instrument import BIND, OPERAND, TEST, instrumented
 from fusekit.tracing.leaf import AttentionTable, is_attention_function, is_attention_table
 from fusekit.tracing.places import place_values
@@ -62,18 +62,22 @@ def _run_trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         source = None
     if args or kwargs:
         return _Run(module, chain[-1], source, args, kwargs, []).trace()
-    found = _Run(module, chain[-1], source, *_made_up(module, chain[-1], False)).trace()
-    if found.complete:
-        return found
-    again = _Run(module, chain[-1], source, *_made_up(module, chain[-1], True)).trace()
-    return again if again.complete or len(again.graph.nodes) > len(found.graph.nodes) else found
+    found: Trace | None = None
+    for guess in guesses(chain[-1]):
+        again = _Run(module, chain[-1], source, *_made_up(module, chain[-1], guess)).trace()
+        if found is None or again.complete or len(again.graph.nodes) > len(found.graph.nodes):
+            found = again
+        if found.complete:
+            break
+    assert found is not None
+    return found
 
 
 def _made_up(
-    module: nn.Module, function: FunctionType, conventional: bool
+    module: nn.Module, function: FunctionType, guess: Guess
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[str]]:
     """Positional-only and other arguments, and a sentence about each."""
-    values, said = made_up_inputs(module, function, conventional)
+    values, said = made_up_inputs(module, function, guess)
     positional = []
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
         if parameter.kind is not parameter.POSITIONAL_ONLY or parameter.name not in values:

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn as nn
 
-from fusekit.tracing.inputs import made_up_inputs, reference_weight
+from fusekit.tracing import trace
+from fusekit.tracing.inputs import Guess, guesses, made_up_inputs, reference_weight
 
 
-def made(module, conventional=False):
-    return made_up_inputs(module, type(module).forward, conventional)
+def made(module, **guess):
+    return made_up_inputs(module, type(module).forward, Guess(**guess))
 
 
 class A(nn.Module):
@@ -34,8 +35,8 @@ def test_required_parameters_get_tensors_of_the_hidden_size_and_dtype():
     ]
 
 
-def test_conventions_make_up_the_optional_ones_that_forwards_need():
-    values, said = made(A(), conventional=True)
+def test_a_guess_makes_up_optional_ones_too():
+    values, said = made(A(), optional=frozenset({"position_embeddings"}))
     assert [t.shape for t in values["position_embeddings"]] == [(2, 7, 3), (2, 7, 3)]
     assert "position_embeddings is 2 of these: a made-up bfloat16 tensor [2, 7, 3]" in said
 
@@ -69,3 +70,114 @@ def test_reference_weight_of_conv1d_is_turned():
 
 def test_module_without_parameters_has_no_reference_weight():
     assert reference_weight(nn.GELU()) is None and made(nn.GELU())[0]["input"].shape == (2, 7, 16)
+
+
+# -- rotary tables -----------------------------------------------------------------------------
+
+
+class Config:
+    def __init__(self, **settings):
+        self.__dict__.update(settings)
+
+
+class Rotary(nn.Module):
+    """Turns the first `turned` features of each head."""
+
+    def __init__(self, turned, settings=(), **attributes):
+        super().__init__()
+        self.__dict__.update(attributes)
+        self.proj, self.config, self.turned = nn.Linear(48, 48), Config(**dict(settings)), turned
+
+    def forward(self, hidden_states, position_embeddings: tuple[torch.Tensor, torch.Tensor]):
+        cos, sin = position_embeddings
+        heads = self.proj(hidden_states).view(2, 7, 4, 12).transpose(1, 2)[..., : self.turned]
+        return heads * cos.unsqueeze(1) + heads * sin.unsqueeze(1)
+
+
+@pytest.mark.parametrize(
+    ("turned", "settings", "attributes"),
+    [
+        (12, {}, {"head_dim": 12}),
+        (12, {"num_attention_heads": 4}, {}),
+        (6, {"partial_rotary_factor": 0.5}, {"head_dim": 12}),
+        (3, {"rope_parameters": {"partial_rotary_factor": 0.25}}, {"head_size": 12}),
+        (4, {"partial_rotary_factor": 0.5}, {"head_dim": 12, "rotary_ndims": 4}),
+        (4, {"qk_rope_head_dim": 4, "head_dim": 12}, {}),
+        (8, {"head_dim": 12}, {"qk_rope_head_dim": 8, "head_dim": 12}),
+    ],
+)
+def test_rotary_width_is_that_of_the_part_of_a_head_that_is_turned(turned, settings, attributes):
+    module = Rotary(turned, settings, **attributes)
+    assert [t.shape for t in made(module)[0]["position_embeddings"]] == [(2, 7, turned)] * 2
+    assert trace(module).complete
+
+
+def test_a_table_may_have_no_batch_or_half_the_angles_or_be_added():
+    class Flat(Rotary):
+        def forward(self, hidden_states, position_embeddings=None):
+            cos, sin = position_embeddings
+            assert cos.dim() == 2
+            return self.proj(hidden_states).view(2, 7, 4, 12).transpose(1, 2) * cos + sin
+
+    class Half(Rotary):
+        def forward(self, hidden_states, position_embeddings=None):
+            cos, sin = (t.repeat_interleave(2, -1).unsqueeze(2) for t in position_embeddings)
+            return self.proj(hidden_states).view(2, 7, 4, 12) * cos + sin
+
+    class Added(Rotary):
+        def forward(self, hidden_states, position_embeddings: torch.Tensor | None = None):
+            return self.proj(hidden_states + position_embeddings)
+
+    for cls in (Flat, Half, Added):
+        found = trace(cls(12, head_dim=12))
+        assert found.complete, found.stopped
+    assert len(list(guesses(Added.forward))) == len(list(guesses(Half.forward))) > 3
+
+
+def test_states_of_an_encoder_are_given_where_a_forward_reads_them():
+    class Cross(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.config = nn.Linear(8, 8), Config(cross_attention_hidden_size=6)
+            self.key, self.value = nn.Linear(6, 8), nn.Linear(6, 8)
+
+        def forward(self, hidden_states, encoder_hidden_states=None):
+            shape = encoder_hidden_states.shape
+            return self.query(hidden_states), self.key(encoder_hidden_states), shape
+
+    found = trace(Cross())
+    assert found.complete, found.stopped
+    assert "encoder_hidden_states is a made-up float32 tensor [2, 9, 6]" in [
+        a.text for a in found.assumptions
+    ]
+
+
+# -- what goes into whole models ---------------------------------------------------------------
+
+
+def test_images_and_spectrograms_have_the_sizes_of_the_configuration():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(4, 4)
+            self.config = Config(
+                vision_config=VisionConfig(image_size=[8, 6], num_channels=1),
+                num_mel_bins=5, max_source_positions=20,
+            )  # fmt: skip
+
+        def forward(self, pixel_values, input_features, decoder_input_ids, past_key_values):
+            return self.proj(input_features)
+
+    class VisionConfig(Config):
+        pass
+
+    values, _ = made(Model())
+    assert values["pixel_values"].shape == (2, 1, 8, 6)
+    assert values["input_features"].shape == (2, 5, 40)
+    assert values["decoder_input_ids"].dtype == torch.long
+    assert values["past_key_values"] is None
+
+
+def test_a_plain_forward_has_one_guess():
+    assert list(guesses(nn.Linear.forward)) == [Guess()]
+    assert [guess.optional for guess in guesses(A.forward)][:2] == [set(), {"position_embeddings"}]

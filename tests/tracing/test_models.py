@@ -33,7 +33,6 @@ STOPS = {
     **dict.fromkeys(
         ("LlamaModel", "MistralModel", "Qwen3Model", "Olmo2Model", "GemmaModel", "GPT2Model"), "item()"
     ),
-    "T5ForConditionalGeneration": "exactly one of input_ids or inputs_embeds",
 }
 
 
