@@ -276,20 +276,41 @@ def _check_code(code: CodeType, path: str, text: str) -> None:
         path,
         code.co_firstlineno,
     )
-    try:
-        codes = _codes(text, path, code.co_flags & FUTURE_FLAGS)
-    except (SyntaxError, ValueError):
-        # A file that never was plain Python: a cell with magics, or half an edit.
-        raise stale from None
-    if code not in codes.get((code.co_firstlineno, code.co_qualname), ()):
-        raise stale
+    place = code.co_firstlineno, code.co_qualname
+    for compiled in (_codes, _codes_by_statement):
+        try:
+            if code in compiled(text, path, code.co_flags & FUTURE_FLAGS).get(place, ()):
+                return
+        except (SyntaxError, ValueError):
+            pass  # a file that never was plain Python, or half an edit; a cell with an `await` of its own
+    raise stale
 
 
 @functools.lru_cache(maxsize=256)
 def _codes(text: str, path: str, flags: int) -> dict[tuple[int, str], list[CodeType]]:
     # A notebook cell is compiled under the `from __future__` imports of the cells before it.
+    return _codes_in([compile(text, path, "exec", flags=flags, dont_inherit=True)])
+
+
+@functools.lru_cache(maxsize=64)
+def _codes_by_statement(text: str, path: str, flags: int) -> dict[tuple[int, str], list[CodeType]]:
+    """As IPython compiles a cell: each statement by itself, where `await` is allowed.
+
+    The code is another for a method of a module that the cell imports.
+    """
+    flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    statements = ast.parse(text, path).body
+    return _codes_in(
+        [
+            compile(ast.Module([statement], []), path, "exec", flags=flags, dont_inherit=True)
+            for statement in statements
+        ]
+    )
+
+
+def _codes_in(todo: list[CodeType]) -> dict[tuple[int, str], list[CodeType]]:
+    """Every code object inside of these, by its line and name."""
     found: dict[tuple[int, str], list[CodeType]] = {}
-    todo = [compile(text, path, "exec", flags=flags, dont_inherit=True)]
     while todo:
         code = todo.pop()
         found.setdefault((code.co_firstlineno, code.co_qualname), []).append(code)
