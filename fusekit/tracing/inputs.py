@@ -5,6 +5,7 @@ stands on the module, in its configuration, or in one that its configuration hol
 """
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusekit.tracing.skeleton import Skeleton
 
@@ -40,20 +42,57 @@ def reference_weight(module: nn.Module) -> torch.Tensor | None:
 def inputs_of_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Inputs]:
     """What each module of `model` is first called with, when `model` is called with these inputs.
 
-    Found by running a meta skeleton, so values are lost: only shapes and dtypes count. Where the
-    model cannot be run so to its end, modules that it did not reach are missing.
+    Found by running a meta skeleton, so values are lost: only shapes and dtypes count, and tests of
+    values go the usual way (`_Usual`). Where the model cannot be run so to its end, modules that it
+    did not reach are missing.
     """
     found: dict[str, Inputs] = {}
 
     def call(module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found.setdefault(path, (args, kwargs))
+        if path not in found:
+            found[path] = _as_they_are((args, kwargs))
         return module.forward(*args, **kwargs)
 
     skeleton = Skeleton(model, call)
     given: Inputs = skeleton.value((args, kwargs))
-    with torch.no_grad(), torch.device("meta"), contextlib.suppress(Exception):
+    with torch.no_grad(), torch.device("meta"), _Usual(), contextlib.suppress(Exception):
         skeleton.module(*given[0], **given[1])
     return found
+
+
+def _as_they_are(inputs: Inputs) -> Inputs:
+    """A copy: a cache among them is filled by the call, and would tell of a later one."""
+    try:
+        return copy.deepcopy(inputs)
+    except Exception:  # an object that cannot be copied
+        return inputs
+
+
+class _Usual(TorchDispatchMode):
+    """While active, a test of what has no value goes the way that it most often goes.
+
+    `all(...)` is true (no token is padding, no two sequences share a row), any other test false.
+    Experts multiplied in groups, which PyTorch's meta device knows in bfloat16 only, have their shape
+    in any dtype.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.is_meta:
+            if func is torch.ops.aten._local_scalar_dense.default and first.dtype is torch.bool:
+                return any(first is one for one in self._all)
+            if func is torch.ops.aten._grouped_mm.default and first.dim() == 2 and args[1].dim() == 3:
+                return first.new_empty(first.shape[0], args[1].shape[-1])
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.all:
+            self._all.append(result)
+        return result
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fusekit as fk
+from fusekit.tracing.inputs import inputs_of_modules
 
 GENERATING = [
     "llama", "llama-bias", "mistral", "qwen3", "qwen3-bias", "olmo2", "olmo2-bias",
@@ -65,6 +66,16 @@ def test_plan_is_as_expected(name, model, expected, counted):
     assert plan.applied == ()
     keys = ("state", "pattern", "fusion", "parts", "reason")
     assert counted(plan) == {tuple(row[key] for key in keys): int(row["count"]) for row in rows}
+
+
+def test_given_inputs_reach_every_linear_and_find_the_same(name, model, inputs, ids, counted):
+    linears = {path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    # CLIP's own forward would go on only once the text model has looked at the values of the mask.
+    mask = {"attention_mask": torch.ones_like(ids)} if name in READING and name != "clip" else {}
+    without = counted(fk.plan(model))
+    for given in (inputs, inputs | mask, inputs | (NO_CACHE if name in GENERATING else {})):
+        assert linears <= inputs_of_modules(model, (), given).keys()
+        assert counted(fk.plan(model, given)) == without
 
 
 def test_marks_stand_at_refusals(expected):

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 from fusekit.tracing import trace
-from fusekit.tracing.inputs import Guess, guesses, made_up_inputs, reference_weight
+from fusekit.tracing.inputs import Guess, guesses, inputs_of_modules, made_up_inputs, reference_weight
 
 
 def made(module, **guess):
@@ -181,3 +181,64 @@ def test_images_and_spectrograms_have_the_sizes_of_the_configuration():
 def test_a_plain_forward_has_one_guess():
     assert list(guesses(nn.Linear.forward)) == [Guess()]
     assert [guess.optional for guess in guesses(A.forward)][:2] == [set(), {"position_embeddings"}]
+
+
+# -- what modules are called with --------------------------------------------------------------
+
+
+def test_tests_of_values_go_the_usual_way_and_experts_have_a_shape():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.some, self.every, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(4, 4)
+            self.experts = nn.Parameter(torch.randn(3, 8, 4))
+
+        def forward(self, x, mask):
+            if (mask > 1).any():
+                x = self.some(x)
+            if (mask == 1).all() and torch.all(mask == 1, -1).all():
+                x = self.every(x)
+            return self.last(nn.functional.grouped_mm(x, self.experts, offs=mask.int()))
+
+    given = torch.randn(6, 8), torch.ones(3)
+    found = inputs_of_modules(Model(), given, {})
+    assert list(found) == ["", "every", "last"]
+    assert found["last"][0][0].shape == (6, 4) and found["last"][0][0].is_meta
+
+
+def test_a_test_of_a_number_ends_the_search():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.last(y) if x.sum().item() > 0 else y
+
+    assert list(inputs_of_modules(Model(), (torch.randn(2, 8),), {})) == ["", "first"]
+
+
+def test_a_module_is_said_to_be_called_with_what_a_cache_held_then():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = nn.Linear(8, 8)
+
+        def forward(self, x, cache):
+            cache.append(self.proj(x))
+            return cache[0]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Reads(), Reads()])
+
+        def forward(self, x):
+            cache = []
+            for layer in self.layers:
+                x = layer(x, cache)
+            return x
+
+    found = inputs_of_modules(Model(), (torch.randn(2, 8),), {})
+    assert [len(found[f"layers.{index}"][0][1]) for index in (0, 1)] == [0, 1]
