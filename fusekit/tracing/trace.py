@@ -31,8 +31,10 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     """The graph of `module`'s forward, every submodule one `call_module` node.
 
     `args` and `kwargs` are what the forward is called with; only shapes, dtypes and plain values
-    count. Without any, required parameters get made-up tensors [batch, length, hidden] and
-    the others stay at their defaults; `assumptions` says which. Nothing is computed, no weight
+    count. Without any, required parameters get made-up tensors [batch, length, hidden], or what
+    their name means in Transformers, and the others stay at their defaults; where the forward does not
+    get to its end so, those follow that forwards often read all the same (rotary tables, states of
+    an encoder, images). `assumptions` says which. Nothing is computed, no weight
     is read, nothing outside of the trace is changed, and other threads may run the model
     meanwhile.
 
