@@ -10,8 +10,10 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.pytorch_utils import Conv1D
 
 import fusekit as fk
+from fusekit.model.runs import generated, next_logits
 from fusekit.tracing.inputs import inputs_of_modules
 
 GENERATING = [
@@ -66,6 +68,15 @@ def test_plan_is_as_expected(name, model, expected, counted):
     assert plan.applied == ()
     keys = ("state", "pattern", "fusion", "parts", "reason")
     assert counted(plan) == {tuple(row[key] for key in keys): int(row["count"]) for row in rows}
+
+
+def test_what_calls_two_linears_is_traced_to_its_end_without_inputs(model):
+    found = {}
+    for module in model.modules():
+        linears = [one for one in module.children() if isinstance(one, (torch.nn.Linear, Conv1D))]
+        if len(linears) >= 2:
+            found.setdefault(type(module).__name__, fk.trace(module))
+    assert found and {name: trace.stopped for name, trace in found.items() if trace.stopped} == {}
 
 
 def test_given_inputs_reach_every_linear_and_find_the_same(name, model, inputs, ids, counted):
@@ -153,6 +164,14 @@ def test_generation_with_a_cache_gives_the_same_tokens(model, twin, inputs):
     want = twin.generate(**given, **options)
     assert len(want) == 2 and want.shape[1] >= 12 and len(want[0, -12:].unique()) > 1
     assert torch.equal(model.generate(**given, **options), want)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "whisper"])
+def test_logits_that_judge_a_fork_are_those_of_generate(model, inputs):
+    ids = generated(model, inputs, 5).ids
+    for row in (0, 1):
+        found = [int(next_logits(model, inputs, row, ids[row, :end]).argmax()) for end in range(-5, 0)]
+        assert found == ids[row, -5:].tolist()
 
 
 @pytest.mark.parametrize("name", READING)
