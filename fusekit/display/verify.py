@@ -49,7 +49,7 @@ def _verdict(report: VerifyReport) -> str:
         return "fused equals unfused within what float64 allows: ok"
     bad = [check for check in report.checks if not check.ok]
     if not bad:
-        missing = ", ".join(dict.fromkeys(one.what for one in report.not_run if not one.asked))
+        missing = ", ".join(dict.fromkeys(one.what for one in report.not_run if not one.excused))
         return f"UNDECIDED: every check that ran passed, but some could not be run ({missing})"
     what = dict.fromkeys(check.what for check in bad)
     return f"FAILED: {len(bad)} of {count(len(report.checks), 'check')} ({', '.join(what)})"
@@ -89,7 +89,7 @@ def _(report: VerifyReport) -> str:
         errors = f"fused {number(last.fused_max)}, unfused {number(last.unfused_max)}"
         lines.append(f"  largest error after {last.name}: {errors}")
     for one in report.not_run:
-        lines.append(f"  {'left out' if one.asked else 'NOT RUN'}: {one.what}: {one.reason}")
+        lines.append(f"  {'left out' if one.excused else 'NOT RUN'}: {one.what}: {one.reason}")
     return "\n".join(lines)
 
 
@@ -156,8 +156,7 @@ def _not_run(left: Sequence[NotRun]) -> Html:
     if not left:
         return Html("")
     rows: list[list[object]] = [
-        [one.what, one.reason, "left out as asked" if one.asked else tag("b", "could not run")]
-        for one in left
+        [one.what, one.reason, "left out" if one.excused else tag("b", "could not run")] for one in left
     ]
     return table("Not run", ["what", "why", ""], rows)
 

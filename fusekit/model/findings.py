@@ -31,10 +31,10 @@ class Findings:
     def wants(self, name: str) -> bool:
         return name not in self.skip
 
-    def leave_out(self, names: Collection[str], reason: str) -> None:
+    def leave_out(self, names: Collection[str], reason: str, excused: bool = False) -> None:
         left = [name for name in names if self.wants(name)]
         if left:
-            self.not_run.append(NotRun(_listed(left), reason, False))
+            self.not_run.append(NotRun(_listed(left), reason, excused))
 
     def fail(self, what: str, detail: str, name: str = "", fusion: str = "") -> None:
         self.checks.append(Check(what, name, fusion, False, detail))
@@ -74,15 +74,10 @@ class Findings:
 
     def _leave_out_what_does_not_apply(self, unfused: Run, writes: bool) -> None:
         """Top-1 and generation, of a model that is no language model."""
-        reasons = {}
         if not _has_tokens(unfused):
-            reasons["top-1"] = "the model returns no logits to choose a token by"
+            self.leave_out(["top-1"], "the model returns no logits to choose a token by", excused=True)
         if not writes:
-            reasons["generation"] = "the model does not generate"
-        names = [name for name in reasons if self.wants(name)]
-        asked = ", ".join(f'"{name}"' for name in names) + "," * (len(names) == 1)
-        for name in names:
-            self.leave_out([name], f"{reasons[name]}; leave it out with skip=({asked})")
+            self.leave_out(["generation"], "the model does not generate", excused=True)
 
     def _judge_outputs(self, unfused: Run, fused: Run, exact: Run) -> None:
         if not self.wants("outputs"):

@@ -45,22 +45,24 @@ class LayerError:
 
 @dataclass(frozen=True)
 class NotRun:
-    """Checks that were left out for one reason; `asked` when the caller left them out on purpose.
+    """Checks that were left out for one reason.
 
-    `what` names them (`outputs, gradients`), or is `all checks`.
+    `what` names them (`outputs, gradients`), or is `all checks`. `excused` when nothing is missing
+    for it: the caller left them out on purpose, or they do not apply to the model (text of one
+    that writes none).
     """
 
     what: str
     reason: str
-    asked: bool
+    excused: bool
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class VerifyReport(Shown):
     """Every check of a plan, the error down the depth, and what was not run.
 
-    `.ok` is True when every check passed and nothing was left out that the caller did not ask to
-    leave out.
+    `.ok` is True when every check passed, and every one that applies to the model was run, unless the
+    caller left it out.
     """
 
     model_name: str
@@ -74,7 +76,7 @@ class VerifyReport(Shown):
 
     @property
     def ok(self) -> bool:
-        return all(check.ok for check in self.checks) and all(left.asked for left in self.not_run)
+        return all(check.ok for check in self.checks) and all(left.excused for left in self.not_run)
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row a check; the columns are the fields of `Check`."""

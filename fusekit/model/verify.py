@@ -68,8 +68,9 @@ def verify(
     below eps times the largest gradient of the model do not count for that worst, for theirs is
     nothing but rounding. And no parameter has to be nearer than eps times that largest gradient.
 
-    What could not be run is in `.not_run` with the reason, and makes `.ok` False unless `skip`
-    asked for it; a fused model that fails where the unfused one runs is a check that failed.
+    What was not run is in `.not_run` with the reason, and makes `.ok` False unless `skip` asked for
+    it or it does not apply to the model (text of one that writes none). A fused model that fails where
+    the unfused one runs is a check that failed.
 
     Raises `FusekitError` for inputs that are no keyword arguments of the forward, and for a plan
     whose model has changed since it was made.

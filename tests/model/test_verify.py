@@ -243,11 +243,9 @@ def test_what_cannot_run_is_listed_and_is_not_ok():
     assert left.what == "all checks"
     assert left.reason == 'no inputs are known for a Pair: pass verify(inputs={"x": ...})'
     given = plan.verify({"x": torch.randn(2, 4)})
-    assert not given.ok and {left.what for left in given.not_run} == {"top-1", "generation"}
-    assert all('skip=("top-1", "generation")' in left.reason for left in given.not_run)
-    asked = plan.verify({"x": torch.randn(2, 4)}, skip=("top-1", "generation"))
-    assert asked.ok, asked
-    assert [check.name for check in checks(asked, "outputs")] == ["output 0", "output 1"]
+    assert given.ok, given
+    assert {left.what for left in given.not_run} == {"top-1", "generation"}  # they do not apply to it
+    assert [check.name for check in checks(given, "outputs")] == ["output 0", "output 1"]
 
 
 def test_a_model_without_weights_is_not_ok():
@@ -286,8 +284,8 @@ class OnlyFloat32(Pair):
 
 def test_a_model_that_does_not_run_in_float64_is_compared_all_the_same():
     report = fk.plan(OnlyFloat32()).verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
-    assert [left.what for left in report.not_run if not left.asked] == ["outputs, gradients", "site"]
-    assert all("float64" in left.reason for left in report.not_run if not left.asked) and not report.ok
+    assert [left.what for left in report.not_run if not left.excused] == ["outputs, gradients", "site"]
+    assert all("float64" in left.reason for left in report.not_run if not left.excused) and not report.ok
     assert [check.what for check in report.checks if check.ok] == ["state dict"]
 
 
@@ -326,7 +324,7 @@ def test_a_float64_run_that_fails_leaves_the_sites():
     model = Fails(lambda x: x.dtype == torch.float64)
     report = fk.plan(model).verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
     assert [check.what for check in report.checks if check.ok] == ["state dict", "site"]
-    (left,) = [left for left in report.not_run if not left.asked]
+    (left,) = [left for left in report.not_run if not left.excused]
     assert left.what == "outputs, gradients" and left.reason.endswith("ValueError: on purpose")
 
 
@@ -345,7 +343,7 @@ def test_a_backward_that_fails_leaves_the_rest():
             return NoBackward.apply(a), b
 
     report = fk.plan(Model()).verify({"x": torch.randn(2, 4)}, skip=NO_TEXT)
-    (left,) = [left for left in report.not_run if not left.asked]
+    (left,) = [left for left in report.not_run if not left.excused]
     assert left.what == "gradients" and "ZeroDivisionError" in left.reason
     assert len(checks(report, "outputs")) == 2 and all(check.ok for check in report.checks)
 
