@@ -159,7 +159,9 @@ def _counted_by_type(source: ForwardSource, trace: Trace | None) -> frozenset[tu
     if trace is None:
         return frozenset()
     opaque = _skipped(source, trace)
-    leaves = {node.meta["span"] for node in trace.graph.nodes if is_leaf_call(node) and node.meta["direct"]}
+    # Of an attention function it is known that its other arguments change no shape.
+    known = [node for node in trace.graph.nodes if is_leaf_call(node) and node.target.attention]
+    leaves = {node.meta["span"] for node in known if node.meta["direct"]}
     passed: dict[ast.expr, ast.Call] = {}
     for call in ast.walk(source.tree):
         if isinstance(call, ast.Call):

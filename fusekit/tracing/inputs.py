@@ -26,6 +26,9 @@ def reference_weight(module: nn.Module) -> torch.Tensor | None:
     """A weight whose last size is the module's hidden size: it sizes a made-up input.
 
     That of the first linear in the tree, else the first parameter of one or two dimensions, else None.
+
+    >>> reference_weight(nn.Sequential(nn.LayerNorm(4), nn.Linear(6, 5))).shape
+    torch.Size([5, 6])
     """
     for child in module.modules():
         weight = getattr(child, "weight", None) if isinstance(child, nn.Linear) else None

@@ -22,7 +22,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from fusekit.forward import Span
-from fusekit.tracing.leaf import LeafCall, attention_result
+from fusekit.tracing.leaf import LeafCall, attention_result, recording
 
 TORCH = os.path.dirname(torch.__file__)
 HERE = os.path.dirname(__file__)
@@ -86,6 +86,15 @@ class Recorder(TorchFunctionMode):
         self._paused = 0
         self._caller: CodeType | None = None
         self._spans: list[Span | None] = []
+
+    def __enter__(self) -> "Recorder":
+        super().__enter__()
+        self._outer, recording.innermost = recording.innermost, self._own_leaf
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        recording.innermost = self._outer
+        super().__exit__(*error)
 
     # -- what made a tensor -------------------------------------------------------------------
 
@@ -227,17 +236,26 @@ class Recorder(TorchFunctionMode):
                 return attention_result(args, kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._paused:
-                return function(*args, **kwargs)
-            place = self._place()
-            tensors = tuple(self.argument(arg) for arg in args if tensors_in(arg))
-            named = {name: self.argument(arg) for name, arg in kwargs.items() if tensors_in(arg)}
-            result, written = self._run(run, args, kwargs)
-            node = self.graph.create_node("call_function", target, tensors, named)
-            return self._opaque(node, place, result, written)
+            return self._leaf_call(target, function if self._paused else run, args, kwargs)
 
         self._leaves.append(call)
         return call
+
+    def _own_leaf(self, target: LeafCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of what the user made a leaf with `as_leaf_call`."""
+        return self._leaf_call(target, target.function, args, kwargs)
+
+    def _leaf_call(
+        self, target: LeafCall, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._paused:
+            return run(*args, **kwargs)
+        place = self._place()
+        tensors = tuple(self.argument(arg) for arg in args if tensors_in(arg))
+        named = {name: self.argument(arg) for name, arg in kwargs.items() if tensors_in(arg)}
+        result, written = self._run(run, args, kwargs)
+        node = self.graph.create_node("call_function", target, tensors, named)
+        return self._opaque(node, place, result, written)
 
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

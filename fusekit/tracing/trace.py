@@ -41,6 +41,10 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     It never raises for what the module does: where the forward cannot be followed (a value
     decides a branch, an operator has no meta version) the trace ends, `stopped` says where and
     why, and the graph holds what was seen so far. Raises `FusekitError` when `module` is no module.
+
+    >>> found = trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    >>> [str(node) for node in found.graph.nodes], found.complete
+    (['input_1', '_0', '_1', 'output'], True)
     """
     if not isinstance(module, nn.Module):
         raise FusekitError(f"trace() takes a module, not {type(module).__name__}: pass an nn.Module instance")
