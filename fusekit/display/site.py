@@ -111,7 +111,18 @@ def _(site: Site) -> str:
     """One line, since `plan.sites` prints as a tuple of these; `site.diff` prints the change."""
     parts = f" of {', '.join(site.parts)}" if site.parts else ""
     state = ", applied" if site.applied else ""
-    return f"<Site {site.name or '(the model itself)'}: {site.fusion}{parts} ({site.type_name}{state})>"
+    roles = "".join(f"; {role}: {', '.join(paths)}" for role, paths in _by_role(site).items())
+    return (
+        f"<Site {site.name or '(the model itself)'}: {site.fusion}{parts} ({site.type_name}{state}){roles}>"
+    )
+
+
+def _by_role(site: Site) -> dict[str, list[str]]:
+    """The linears at a site by their role under tensor parallelism."""
+    found: dict[str, list[str]] = {}
+    for path, role in got(lambda one: one.roles, site, {}).items():
+        found.setdefault(role, []).append(path)
+    return found
 
 
 @as_text.register
@@ -188,6 +199,9 @@ def _(site: Site) -> Html:
     head = line(tag("b", code(site.name or "(the model itself)")), "  ", tag("b", site.fusion), "  ", state)
     merged = code(", ".join(site.parts)) if site.parts else "no linears"
     rows: list[list[object]] = [["class", site.type_name], ["parts, in row order", merged]]
+    rows += [
+        [f"{role} under tensor parallelism", code(", ".join(paths))] for role, paths in _by_role(site).items()
+    ]
     diff = _diff_fold(Group((site.name,), (site,)), open_=True)
     return many(head, table("Site", ["what", "value"], rows), diff)
 

@@ -16,6 +16,7 @@ from fusekit.forward.once import nothing_changes
 from fusekit.fusions import FUSIONS, Analysis, Match, Objection, Refusal, analyse, own_fusions
 from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
+from fusekit.model.parallel import Role, roles_around
 from fusekit.model.selection import Selection, did_you_mean
 from fusekit.shown import Shown
 from fusekit.tracing import AliasReport, Assumption, Trace, aliasing
@@ -72,6 +73,15 @@ class Site(Shown):
     def aliasing(self) -> AliasReport:
         """What may share storage in that forward."""
         return aliasing(self.module)
+
+    @functools.cached_property
+    def roles(self) -> dict[str, Role]:
+        """The role under tensor parallelism of its linears and of those that take their result.
+
+        By path relative to the module: "column", "row" or "replicated", as `fusekit.model.parallel`
+        finds them in the dataflow; empty for a norm.
+        """
+        return roles_around(self.trace, self.module, self.parts)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -145,7 +155,10 @@ class Plan(Shown):
         return verify(self, inputs, **options)
 
     def to_frame(self) -> "pandas.DataFrame":
-        """One row a site or refusal: name, type, fusion, parts, state, reason, message, path, line."""
+        """One row a site or refusal: name, type, fusion, parts, roles, state, reason, message, path, line.
+
+        `roles` are those of `Site.roles`, say "gate_proj: column, up_proj: column, down_proj: row".
+        """
         import pandas as pd
 
         rows: list[dict[str, Any]] = []
@@ -157,6 +170,7 @@ class Plan(Shown):
                     "type": site.type_name,
                     "fusion": site.fusion,
                     "parts": ", ".join(site.parts),
+                    "roles": ", ".join(f"{path}: {role}" for path, role in site.roles.items()),
                     "state": "applied" if site.applied else "site",
                     "reason": "",
                     "message": "",
@@ -171,6 +185,7 @@ class Plan(Shown):
                     "type": original_class(_module_at(self.model, refusal.name)).__name__,
                     "fusion": refusal.fusion,
                     "parts": ", ".join(refusal.parts),
+                    "roles": "",
                     "state": "refused",
                     "reason": refusal.reason,
                     "message": refusal.message,
@@ -178,7 +193,7 @@ class Plan(Shown):
                     "line": refusal.line or 0,
                 }
             )
-        columns = ["name", "type", "fusion", "parts", "state", "reason", "message", "path", "line"]
+        columns = ["name", "type", "fusion", "parts", "roles", "state", "reason", "message", "path", "line"]
         return pd.DataFrame(rows, columns=columns)
 
     def to_html(self, path: str | Path) -> Path:

@@ -61,7 +61,7 @@ def test_a_plan_of_a_submodule_names_it_with_the_empty_path(llama):
 def test_to_frame_has_a_row_for_each_site_and_refusal(llama):
     llama.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *_: None)
     frame = fk.plan(llama).to_frame()
-    assert list(frame.columns) == "name type fusion parts state reason message path line".split()
+    assert list(frame.columns) == "name type fusion parts roles state reason message path line".split()
     refused = frame[frame.state == "refused"]
     assert list(refused.name) == ["model.layers.1.self_attn"] and list(refused.reason) == ["hooked"]
     assert (frame.state == "site").sum() == 2 + 3 + 7
