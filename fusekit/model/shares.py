@@ -38,7 +38,8 @@ class Split:
     `linears` must be column-parallel for that; one in angle brackets is an attention, whose result must
     not be gathered. `layout` are the linears whose features lie along `dim`
     as they made them: a slice along it is a `piece` of those, from and to a fraction of their width.
-    `met` says that it comes from an attention in which shares of heads have met.
+    `met` says that it comes from an attention in which shares of heads have met. `groups` is how many
+    times over the dimension is shared out: that of [batch * heads, ...] once for each of the batch.
     """
 
     dim: int
@@ -46,6 +47,7 @@ class Split:
     layout: frozenset[str] = frozenset()
     piece: Piece | None = None
     met: bool = False
+    groups: int = 1
 
 
 State = Any  # a Split, None for a whole value, or a dict of these by index or key
@@ -219,19 +221,21 @@ class _Walk:
         first, *others = splits
         if not others:
             return replace(first, dim=dim)
+        if any(split.groups != first.groups for split in others):
+            self.gather(splits)
         layout, piece = first.layout.union(*(split.layout for split in others)), first.piece
         if any(split.piece != piece or not split.layout for split in splits):
             layout, piece = frozenset(), None
             for split in splits:
                 self.use(split)
         linears = first.linears.union(*(split.linears for split in others))
-        return Split(dim, linears, layout, piece, any(split.met for split in splits))
+        return Split(dim, linears, layout, piece, any(split.met for split in splits), first.groups)
 
     def cut(self, split: Split, start: int, stop: int, size: int) -> Split | None:
         """A slice of a split along its own dimension."""
         if (start, stop) == (0, size):
             return split
-        if split.piece or not split.layout or stop - start < 2:
+        if split.piece or not split.layout or split.groups > 1 or stop - start < 2:
             return self.gather([split])
         piece = Fraction(start, size), Fraction(stop, size)
         for path in split.layout:
@@ -248,6 +252,8 @@ class _Walk:
         split = self.states.get(source) if source is not None else None
         if split is not None and (path in self.whole or not isinstance(split, Split)):
             self.gather(splits_in(split))
+        if split is not None and split.dim == rank(source) - 1 and split.groups > 1:
+            self.gather([split])
         way = "whole" if split is None else "row" if split.dim == rank(source) - 1 else "each head"
         ways = self.facts.ways.setdefault(path, set())
         ways.add(way)
@@ -270,7 +276,14 @@ class _Walk:
         """Heads do not mix: what is split by heads stays so. Anything else is needed whole."""
         for one in node.all_input_nodes:
             found = self.states.get(one)
-            if found is not None and not (isinstance(found, Split) and found.dim == rank(one) - 3 >= 0):
+            if found is None:
+                continue
+            if (
+                not isinstance(found, Split)
+                or found.dim != rank(one) - 3
+                or found.dim < 0
+                or found.groups > 1
+            ):
                 self.gather(splits_in(found))
         made = self.meeting(node, splits)
         if made is None:
@@ -345,7 +358,7 @@ class _Walk:
     def write(self, target: Any, dim: int, splits: list[Split]) -> bool:
         """Whether `target` may be filled with shares of `splits` along its `dim`."""
         linears = frozenset().union(*(split.linears for split in splits))
-        if not isinstance(target, fx.Node):
+        if not isinstance(target, fx.Node) or any(split.groups > 1 for split in splits):
             return False
         while is_slice(target) or writes_first(target):
             if is_slice(target):
@@ -389,8 +402,8 @@ class _Walk:
     def view(self, node: fx.Node, splits: list[Split]) -> State:
         """Anything that only reads the same numbers, in order, as another shape."""
         (split,) = splits
-        dim = reshaped(shape(node.args[0]), shape(node), split.dim)
-        return self.gather(splits) if dim is None else replace(split, dim=dim)
+        found = reshaped(shape(node.args[0]), shape(node), split.dim, split.groups)
+        return self.gather(splits) if found is None else replace(split, dim=found[0], groups=found[1])
 
     def expand(self, node: fx.Node, splits: list[Split]) -> State:
         (split,) = splits
@@ -483,11 +496,15 @@ class _Walk:
 
     def over_dims(self, node: fx.Node, splits: list[Split]) -> State:
         """Something over some dimensions (softmax, a mean): the others do not mix."""
-        (split,) = splits
+        if operator_name(node) in ("max", "min") and isinstance(argument(node, "other", 1, None), fx.Node):
+            return self.elementwise(node, splits)
+        split = splits[0]
         position, default = OVER_DIMS[operator_name(node) or ""]
         dims = argument(node, "dim", position, argument(node, "axis", position, default))
         dims = dims if isinstance(dims, (tuple, list)) else [dims]
         count = rank(node.args[0])
+        if splits != [self.state(node.args[0])]:
+            self.gather(splits)
         if not dims or any(isinstance(dim, bool) or not isinstance(dim, int) for dim in dims):
             return self.gather(splits)
         over = {dim % count for dim in dims}
@@ -531,14 +548,15 @@ class _Walk:
             dim = split.dim - rank(one) if isinstance(split, Split) else summed
             if dim == summed:
                 return self.gather(splits)
-            found.add(dim)
+            found.add((dim, split.groups))
             batched += dim < -2
         if len(found) != 1:
             return self.gather(splits)
-        dim = found.pop() + rank(node)
+        dim, groups = found.pop()
+        dim += rank(node)
         if batched == 2:  # an attention written out: queries meet keys, weights meet values
             made = self.meeting(node, splits)
-            return None if made is None else Split(dim, made, met=True)
+            return None if made is None else Split(dim, made, met=True, groups=groups)
         for split in splits:
             self.use(split)
         return replace(self.merge(splits, dim), layout=frozenset(), piece=None)
@@ -592,7 +610,7 @@ RULES: dict[str, Rule] = {
 SHAPED_LIKE = frozenset({"expand_as", "reshape_as", "view_as"})  # another tensor, that gives its shape
 CASTS = frozenset({"to", "type_as"})
 # Rules for several values; the others look at the first argument alone.
-OF_SEVERAL = frozenset({_Walk.elementwise, _Walk.cat, _Walk.matmul, _Walk.setitem})
+OF_SEVERAL = frozenset({_Walk.elementwise, _Walk.cat, _Walk.matmul, _Walk.over_dims, _Walk.setitem})
 BUFFERS = frozenset({"empty", "full", "ones", "zeros", "new_empty", "new_full", "new_ones", "new_zeros"})
 
 
@@ -684,17 +702,23 @@ def arguments_after_first(node: fx.Node) -> list[Any]:
     return [*node.args[1:], *named]
 
 
-def reshaped(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
-    """The dimension along which a value split along `dim` is split when it is read in another shape.
+def reshaped(
+    before: tuple[int, ...], after: tuple[int, ...], dim: int, groups: int = 1
+) -> tuple[int, int] | None:
+    """Along which dimension, and how many times over, a split value is split when read in another shape.
 
-    None where the shares would not lie in blocks of one dimension.
+    None where that is not so of any one dimension.
     """
     if math.prod(before) != math.prod(after) or not math.prod(before):
         return None
-    ahead = math.prod(before[:dim])
+    ahead, own = math.prod(before[:dim]) * groups, before[dim] // groups
     for index, size in enumerate(after):
-        if ahead == math.prod(after[:index]) and size != 1:
-            return index if before[dim] % size == 0 or size % before[dim] == 0 else None
+        passed = math.prod(after[:index])
+        if passed <= ahead < passed * size:
+            times = ahead // passed
+            each = size // times
+            fits = ahead % passed == 0 and size % times == 0 and each > 1
+            return (index, times) if fits and (own % each == 0 or each % own == 0) else None
     return None
 
 

@@ -51,7 +51,7 @@ def output_value(graph: fx.Graph) -> Any:
 def is_fn(node: fx.Node, target: Callable[..., Any]) -> bool:
     """Whether `node` calls exactly the function `target`, not another one of its name.
 
-    Teaching-only: the library tells operators by their names.
+    Teaching-only: the library tells operators by PyTorch's schemas.
 
     >>> import torch
     >>> node = find_node(torch.fx.symbolic_trace(lambda x: torch.mul(x, 2)).graph, lambda n: bool(n.args))
@@ -63,6 +63,8 @@ def is_fn(node: fx.Node, target: Callable[..., Any]) -> bool:
 
 def is_method(node: fx.Node, name: str) -> bool:
     """Whether `node` calls the method `name` of a tensor.
+
+    Teaching-only: the library tells operators by PyTorch's schemas.
 
     >>> import torch
     >>> node = find_node(torch.fx.symbolic_trace(lambda x: x.mul(2)).graph, lambda n: bool(n.args))
@@ -77,6 +79,8 @@ def is_op(node: fx.Node, name: str) -> bool:
 
     They are `torch.<name>`, `torch.nn.functional.<name>`, `operator.<name>` and the method or function
     `torch.Tensor.<name>`. Another name for the same thing (`multiply`, `truediv`) is another operator.
+
+    Teaching-only: the library tells operators by PyTorch's schemas.
 
     >>> import torch
     >>> graph = torch.fx.symbolic_trace(lambda x: torch.mul(x, 2) * x.mul(3) + 1).graph
@@ -119,6 +123,8 @@ def is_any_linear(node: fx.Node, module: nn.Module) -> bool:
 def peel(value: Any) -> Any:
     """The value under casts of dtype (`.to`, `.float()`, `.type_as`, ...); any other is returned as it is.
 
+    Teaching-only: the library follows values through writes and submodules too.
+
     >>> import torch
     >>> peel(output_value(torch.fx.symbolic_trace(lambda x: x.sin().float().to(x.dtype)).graph))
     sin
@@ -136,6 +142,8 @@ def upstream_linear(value: Any, module: nn.Module) -> fx.Node | None:
     It may pass steps that only one value enters, such as casts, reshapes, a norm or an activation, and
     is `value` itself where that is the call of a linear; it never passes a leaf call. Transformers'
     `Conv1D` counts as a linear.
+
+    Teaching-only: the library follows values through writes and submodules too.
 
     >>> import torch
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Flatten())
@@ -156,6 +164,8 @@ def downstream_linear(node: fx.Node, module: nn.Module) -> fx.Node | None:
     On its way the value may be cast to another dtype and scaled: multiplied or divided by a number or
     a tensor that the module holds. It never passes a leaf call. Of several the one that the fewest
     steps lead to is nearest, then the first in the graph. Transformers' `Conv1D` counts as a linear.
+
+    Teaching-only: the library follows values through writes and submodules too.
 
     >>> import torch
     >>> class Scaled(torch.nn.Module):
@@ -184,6 +194,8 @@ def returned_linear(graph: fx.Graph, module: nn.Module) -> str | None:
     """The name of the linear of `module` that makes the first value `graph` returns, or None.
 
     Between the linear and the end there may be what `upstream_linear` passes.
+
+    Teaching-only: the library follows values through writes and submodules too.
 
     >>> import torch
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))

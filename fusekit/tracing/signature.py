@@ -16,6 +16,8 @@ def forward_parameters(cls: type) -> Mapping[str, inspect.Parameter]:
     they wrap. Empty where it cannot be inspected (no forward, one without a signature). Raises
     `FusekitError` when `cls` is no class.
 
+    Teaching-only: the library asks the one forward that really runs.
+
     >>> import torch
     >>> list(forward_parameters(torch.nn.Bilinear))
     ['self', 'input1', 'input2']

@@ -121,6 +121,24 @@ def test_attention_written_out():
     assert roles_of(forward) == roles(column="a b c", row="d")
 
 
+def test_attention_written_out_with_heads_and_batch_in_one_dimension():
+    def forward(self, x):
+        q, k, v = (heads(y).reshape(-1, 7, WIDTH) for y in (self.a(x), self.b(x), self.c(x)))
+        scores = torch.bmm(q, k.transpose(1, 2)).view(2, HEADS, 7, 7) + torch.ones(2, 1, 7, 7)
+        weights = torch.max(scores, torch.tensor(-1e30)).view(2 * HEADS, 7, 7).softmax(-1)
+        return self.d(joined(torch.bmm(weights, v).view(2, HEADS, 7, WIDTH)))
+
+    assert roles_of(forward) == roles(column="a b c", row="d")
+
+    def heads_that_mix(self, x):
+        q, k = (heads(y).reshape(-1, 7, WIDTH) for y in (self.a(x), self.b(x)))
+        v = self.c(x).repeat_interleave(HEADS, dim=0)  # shared out in another way
+        return self.d(torch.bmm(torch.bmm(q, k.transpose(1, 2)), v).view(2, HEADS, 7, SIZE).sum(1))
+
+    # The weights are gathered where shares of heads have met; the values cannot be shared out.
+    assert roles_of(heads_that_mix) == roles(column="a b", whole="c d")
+
+
 def leaf(module, query, key, value, mask=None, scaling=1.0):
     return query.transpose(1, 2).contiguous(), query @ key.transpose(-1, -2)
 
@@ -164,6 +182,7 @@ def test_keys_and_values_may_be_returned_by_heads_too():
         lambda self, y: y.repeat_interleave(2, dim=1),
         lambda self, y: y.split(4, dim=1)[0],
         lambda self, y: y.expand(3, 2, 7, SIZE),
+        lambda self, y: torch.max(y, y * 2).min(self.scale),
         lambda self, y: y.mul_(2),
         lambda self, y: operator.iadd(torch.tanh(y), self.scale),
     ],
@@ -604,19 +623,22 @@ def test_applied_sites_have_their_roles_too():
 @pytest.mark.parametrize(
     ("before", "after", "dim", "want"),
     [
-        ((2, 7, 12), (2, 7, 4, 3), 2, 2),
-        ((2, 7, 4, 3), (2, 7, 12), 2, 2),
-        ((2, 7, 12), (14, 12), 2, 1),
-        ((2, 7, 12), (2, 7, 1, 12), 2, 3),
-        ((2, 4, 2, 7, 3), (2, 8, 7, 3), 1, 1),
-        ((2, 7, 4, 3), (2, 7, 12), 3, None),  # shares lie within each head
-        ((2, 4, 7, 3), (8, 7, 3), 1, None),  # and within each sequence of the batch
+        ((2, 7, 12), (2, 7, 4, 3), 2, (2, 1)),
+        ((2, 7, 4, 3), (2, 7, 12), 2, (2, 1)),
+        ((2, 7, 12), (14, 12), 2, (1, 1)),
+        ((2, 7, 12), (2, 7, 1, 12), 2, (3, 1)),
+        ((2, 4, 2, 7, 3), (2, 8, 7, 3), 1, (1, 1)),
+        ((2, 4, 7, 3), (8, 7, 3), 1, (0, 2)),  # each sequence of the batch has its heads
+        ((2, 7, 4, 3), (2, 7, 12), 3, (2, 4)),  # and each head its features
         ((6, 2), (4, 3), 0, None),
+        ((2, 6), (3, 4), 1, None),
         ((2, 7, 12), (2, 7, 6), 2, None),  # not the same numbers
     ],
 )
 def test_where_the_shares_lie_after_a_reshape(before, after, dim, want):
     assert reshaped(before, after, dim) == want
+    if want:
+        assert reshaped(after, before, *want) == (dim, 1)
 
 
 @pytest.mark.parametrize(
