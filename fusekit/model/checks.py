@@ -72,8 +72,8 @@ def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, u
         found = _part_objection(part, module.get_submodule(part), uses)
         if found:
             return refusal(*found, match.line)
-    for path in sorted(match.replaced):
-        found = _call_objection(path, module.get_submodule(path))
+    for called in sorted(match.replaced):
+        found = _call_objection(called, module.get_submodule(called))
         if found:
             return refusal(*found, match.line)
     if match.storage:

@@ -13,13 +13,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import fx
 
+from fusekit.forward import DTYPE_CASTS
 from fusekit.tracing.leaf import is_leaf_call
 
-# Methods that give the same numbers in another dtype.
-CASTS = frozenset(
-    {"to", "type", "type_as", "float", "double", "half", "bfloat16"}
-    | {"int", "long", "short", "char", "byte", "bool", "cfloat", "cdouble", "chalf"}
-)
 PRODUCTS = frozenset({"mul", "multiply"})
 SCALINGS = PRODUCTS | {"div", "divide", "truediv", "true_divide", "neg", "negative"}
 
@@ -219,7 +215,7 @@ def _submodule(node: fx.Node, module: nn.Module) -> nn.Module | None:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    return any(is_op(node, name) for name in CASTS)
+    return any(is_op(node, name) for name in DTYPE_CASTS)
 
 
 def _keeps_value(node: fx.Node, values: set[fx.Node]) -> bool:

@@ -145,7 +145,8 @@ def test_many_instances_share_one_class_and_are_decided_apart(linear_add):
     model[1].a.register_forward_hook(lambda *_: None)
     plan = fk.plan(model)
     assert [site.name for site in plan.sites] == ["0", "2"]
-    assert [(refusal.name, refusal.reason) for refusal in plan.refusals] == [("1", "hooked")]
+    (refusal,) = plan.refusals
+    assert (refusal.name, refusal.reason, refusal.path) == ("1", "hooked", __file__)
     plan.apply()
     assert type(model[0]) is type(model[2])
 

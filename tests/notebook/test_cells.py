@@ -42,7 +42,7 @@ with torch.no_grad():
     after = model(x)
 torch.testing.assert_close(during, before)
 assert torch.equal(after, before) and type(model).forward(model, x).shape == x.shape
-report = plan.verify({"x": x}, skip=("top-1", "generation"))
+report = plan.verify({"x": x})
 assert report.ok, report
 """
 
@@ -158,3 +158,10 @@ def test_a_traceback_shows_the_fused_line(run):
     code = type(names["model"]).forward.__code__
     lines = "".join(linecache.getlines(code.co_filename))
     assert "self.merged_" in lines and "class Norm" in lines
+
+
+def test_a_cell_is_named_by_its_number(run):
+    run("first = 1")
+    run(CELL)
+    names = run("text = repr(fk.source(Block()))")
+    assert names["text"].splitlines()[0] == "Block.forward  In[2]:21"

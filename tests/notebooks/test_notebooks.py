@@ -28,7 +28,17 @@ PROMISES = {
         "k's weight begins where q's ends: True",
         "121 sites (61 rms_norm, 30 qkv, 30 glu) reverted",
         "30 sites (30 glu)",  # of the magic
-    ]
+    ],
+    "07_own_fusion": [
+        "TimesFmModelForPrediction: 2 sites (2 linear_add), 0 refusals, nothing applied",
+        "+        return linear_plus_linear(hidden, x, self.output_layer, self.residual_layer)",
+        "fused equals unfused within what float64 allows: ok",
+        "forgets_a_bias gives other numbers than what it replaces",
+        "In[11]:10  x.mul_(2) writes in place between the parts",
+        "In[11]:26  first, which first = self.a(x) stores, is also read in line 26",
+        "output_layer carries hooks, which would no longer be called",
+        "linear_add takes a part of it, or its place in the forward; exclude linear_add to have it",
+    ],
 }
 
 
