@@ -52,6 +52,20 @@ def test_the_saved_tour_reads_well(open_notebook, shot, theme, trusted):
     assert outputs.get_by_text("LlamaAttention").count() > 0
     assert outputs.locator("table").count() >= 5
     assert (page.locator(".jp-OutputArea-output svg[role=img]").count() > 0) == trusted
+    assert_reads_well(page)
+
+
+@pytest.mark.parametrize(("theme", "trusted"), [("light", True), ("dark", False)])
+def test_the_saved_notebook_of_an_own_fusion_reads_well(open_notebook, shot, theme, trusted):
+    page = open_notebook(TOUR.with_name("07_own_fusion.ipynb"), run=False, trusted=trusted, theme=theme)
+    outputs = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
+    outputs.first.wait_for()
+    for words in ("linear_plus_linear(hidden", "forgets_a_bias gives", "different grad modes", "takes a part of it"):
+        shot(outputs.filter(has_text=words).first, f"{theme}-{words.split()[0]}")
+    assert_reads_well(page)
+
+
+def assert_reads_well(page):
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 200
     poor = [(round(ratio, 2), words) for ratio, words in contrasts if ratio < 4]
