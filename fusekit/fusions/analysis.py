@@ -46,6 +46,7 @@ class Analysis:
 
 
 NOTHING = Analysis(None, None)
+CUTS = frozenset({"chunk", "glu", "narrow", "split", "tensor_split", "unbind"})
 ROOTS = frozenset({"rsqrt", "sqrt", "pow", "reciprocal"})
 
 
@@ -126,10 +127,20 @@ def _without_source(module: nn.Module, error: NoSource) -> Analysis:
 
 
 def _is_worth_tracing(module: nn.Module, source: ForwardSource) -> bool:
-    """Whether the forward can call two linears, or is that of a norm."""
-    return len(linears_reached(module, source)) >= 2 or (
-        _has_norm_shape(module) and _names_of_norms(module, source)
+    """Whether the forward can call two linears, or cut one in two, or is that of a norm."""
+    linears = len(linears_reached(module, source))
+    return (
+        linears >= 2
+        or (linears == 1 and _cuts(source))
+        or (_has_norm_shape(module) and _names_of_norms(module, source))
     )
+
+
+def _cuts(source: ForwardSource) -> bool:
+    """Whether the forward names what cuts a tensor in two, or slices one as `x[..., :n]`."""
+    code = source.function.__code__
+    sliced = any(const is ... or (isinstance(const, tuple) and ... in const) for const in code.co_consts)
+    return sliced or not CUTS.isdisjoint(global_names(code))
 
 
 def _names_of_norms(module: nn.Module, source: ForwardSource) -> bool:

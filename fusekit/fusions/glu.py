@@ -1,213 +1,302 @@
-"""act(gate(x)) * up(x) -> gate, up = merged(x); kernels.act_and_mul(gate, up, act)."""
+"""act(gate(x)) * up(x) -> gate, up = merged(x); kernels.act_and_mul(gate, up, act).
+
+Of one linear cut in two, no weight is merged: only the product is replaced.
+"""
 
 import ast
-import operator
-import types
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import fx
 
 from fusekit.forward import Edit, Span
-from fusekit.forward.reads import attribute_chain, resolve
+from fusekit.forward.edits import text_at
+from fusekit.fusions.activation_text import activation_text
+from fusekit.fusions.gated import Gated, gated_product
 from fusekit.fusions.match import Match, Objection, Refused
-from fusekit.fusions.merge import is_linear_like, linear_calls, merged_calls, merged_line, order_of
-from fusekit.fusions.prover import movable
-from fusekit.fusions.reading import may_be_activation, reads_plainly
-from fusekit.fusions.roles import sources
-from fusekit.fusions.view import ForwardView
-from fusekit.kernels import activation_name
+from fusekit.fusions.merge import linear_calls, merged_calls, merged_line, order_of
+from fusekit.fusions.prover import Proof, movable
+from fusekit.fusions.view import ForwardView, evaluation
 from fusekit.tracing.schema import operator_name
 
 
 class _NoGlu(Refused):
-    """It is no gated product as it stands, but its two linears may still be merged."""
+    """It is no gated product as it stands, but its linears may still be merged."""
 
 
 def find_glus(view: ForwardView, kernels: str) -> Iterator[Match | Objection]:
-    """A match or an objection for each product of an activated linear and another linear of one input."""
+    """A match or an objection for each product of an activated linear and another of one input.
+
+    The two may be slices of one linear.
+    """
     seen: set[Span] = set()
-    fused: set[str] = set()
+    fused: dict[str, int] = {}
     freed: set[str] = set()
     linears = linear_calls(view)
     for node in view.trace.graph.nodes:
-        found = _gated(view, node, linears)
+        objection = _own_operator(view, node, linears)
+        found = None if objection else gated_product(view, node, linears)
         span = node.meta.get("span")
-        if found is None or span in seen:  # the same product again, in another round of a loop
+        if (found is None and objection is None) or span in seen:  # again, in another round of a loop
             continue
         if span:
             seen.add(span)
-        gate, act, up = found
-        parts = (str(gate.target), str(up.target))
-        try:
-            yield _match(view, kernels, gate, act, up, node)
-            fused.update(parts)
-        except Refused as refused:
-            yield refused.objection("glu", parts)
-            freed.update(parts if isinstance(refused, _NoGlu) else ())
-    view.freed |= freed - fused
-
-
-# -- the graph --------------------------------------------------------------------------------
-
-
-def _gated(
-    view: ForwardView, product: fx.Node, linears: list[fx.Node]
-) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(gate, act, up) when `product` is, or looks like, act(gate(x)) * up(x) in either order."""
-    operands = _product(product)
-    for act, up in [operands, operands[::-1]] if operands else []:
-        if up not in linears or act in linears:
+        if objection is not None:
+            freed.update(objection.parts)
+            yield objection
+        if found is None:
             continue
-        gates = sources(act, linears)
-        gate = gates.pop() if len(gates) == 1 else None
-        if gate is not None and gate.args == up.args and gate.target != up.target:
-            if _looks_like_activation(view, gate, act):
-                return gate, act, up
-    return None
+        try:
+            taken = [part for part in found.parts if part in fused]
+            if taken:
+                why = f"{taken[0]} is taken by the gated product at line {fused[taken[0]]}"
+                raise Refused("not-this-function", why, span.line if span else None)
+            match = _match(view, kernels, found)
+            yield match
+            if found.packed:
+                freed.update(found.parts)
+            else:
+                fused.update(dict.fromkeys(found.parts, match.line))
+        except Refused as refused:
+            yield refused.objection("glu", found.parts)
+            freed.update(found.parts if isinstance(refused, _NoGlu) or found.packed else ())
+    view.freed |= freed - set(fused)
 
 
-def _product(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    is_product = node.op == "call_function" and node.target in (operator.mul, torch.mul)
-    if (is_product or (node.op == "call_method" and node.target == "mul")) and len(node.args) == 2:
-        left, right = node.args
-        if isinstance(left, fx.Node) and isinstance(right, fx.Node):
-            return left, right
-    return None
+def _own_operator(view: ForwardView, node: fx.Node, linears: list[fx.Node]) -> Objection | None:
+    """PyTorch's own gated product of one linear: fused already, and rounded once."""
+    own = node.op == "call_module" and type(view.submodule(str(node.target))).__name__ == "GLU"
+    if not own and operator_name(node) != "glu":
+        return None
+    linear = next((inner for inner in node.all_input_nodes if inner in linears), None)
+    if linear is None:
+        return None
+    why = "torch.nn.functional.glu is one operator already, with a rounding of its own"
+    span = node.meta.get("span")
+    return Objection("glu", "not-this-function", why, span.line if span else None, (str(linear.target),))
 
 
-def _looks_like_activation(view: ForwardView, gate: fx.Node, act: fx.Node) -> bool:
-    """Whether `act` is one step from `gate` that could be an activation: a known one, or one to name."""
-    if _shape(act) != _shape(gate):
-        return False
-    if act.all_input_nodes == [gate]:
-        if act.op == "call_module":
-            module = view.submodule(str(act.target))
-            return may_be_activation(module) or not _is_something_else(module)
-        return operator_name(act) in LIKE_ACTIVATIONS
-    # A function of several steps: written as one call of the gate's value.
-    call, inner = view.expression_at(act), view.expression(gate)
-    return isinstance(call, ast.Call) and inner is not None and call.args == [inner]
+def _match(view: ForwardView, kernels: str, found: Gated) -> Match:
+    if found.problem is not None:
+        reason, sentence, where = found.problem
+        span = where.meta.get("span") or found.node.meta.get("span")
+        raise _NoGlu(reason, sentence, span.line if span else None)
+    nodes = [] if found.packed else [found.gate.linear, found.up.linear]
+    calls = merged_calls(view, nodes) if nodes else []
+    try:
+        act, own = activation_text(view, found.act.node, found.act.source)
+        place = _Place.of(view, found)
+    except Refused as refused:
+        raise _NoGlu(refused.reason, refused.message, refused.line) from None
+    line = place.whole.lineno
+    proofs: list[Proof] = []
+    storage, edits, names = None, [], {}
+    if nodes:
+        argument = calls[0].args[0]
+        proofs.append(movable(view, nodes, frozenset({ast.unparse(argument)})))
+        storage, insertion, given = merged_line(view, "glu", nodes, argument, proofs[0])
+        edits.append(insertion)
+        names = dict(zip(calls, given, strict=True))
+    try:
+        run = [*_run(view, found), found.act.node, found.node]
+        proofs.append(movable(view, run, frozenset()))
+        _check_order(view, run, place.whole)
+    except Refused as refused:
+        raise _NoGlu(refused.reason, refused.message, refused.line) from None
+    edits += place.edits(view, names, f"{kernels}.act_and_mul", act)
+    return Match(
+        "glu",
+        found.parts,
+        tuple(sorted(edits)),
+        line,
+        storage=storage,
+        order=order_of(view, nodes),
+        norms=frozenset().union(*(proof.norms for proof in proofs)),
+        activations=own.union(*(proof.activations for proof in proofs)),
+        linears=frozenset().union(*(proof.linears for proof in proofs)),
+    )
 
 
-LIKE_ACTIVATIONS = frozenset(
-    {"celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish"}
-    | {"prelu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus", "softsign", "tanh"}
-    | {"relu_", "sigmoid_", "silu_", "tanh_", "leaky_relu_", "elu_"}
-)
+def _run(view: ForwardView, found: Gated) -> list[fx.Node]:
+    """What must stand in one run of statements with the product: the linears, or what cuts the one.
+
+    Whatever a branch before did, the halves are then of one shape, and so are two linears' outputs.
+    """
+    if not found.packed:
+        return [found.gate.linear, found.up.linear]
+    cuts = dict.fromkeys(view.expression(factor.cuts[-1]) for factor in (found.gate, found.up))
+    first = [next(n for n in (*found.gate.cuts, *found.up.cuts) if view.expression(n) is e) for e in cuts]
+    linear = view.expression(found.gate.linear)
+    with_it = linear is not None and any(
+        e is not None and _statement(view, e) is _statement(view, linear) for e in cuts
+    )
+    return [found.gate.linear, *first] if with_it else first
 
 
-def _is_something_else(module: torch.nn.Module | None) -> bool:
-    """A submodule that nobody would call an activation: a norm, or one that holds linears."""
-    if module is None or "norm" in type(module).__name__.lower():
-        return True
-    return any(is_linear_like(child) for child in module.modules())
+def _check_order(view: ForwardView, nodes: list[fx.Node], whole: ast.expr) -> None:
+    """The product comes last: it takes the values of this round of a loop, not of the one before.
+
+    And whatever else it was given, in other rounds, was of one shape too.
+    """
+    places = [view.place(expression) for node in nodes if (expression := view.expression(node)) is not None]
+    block, last = places[-1] or ([], 0)
+    order = [e for statement in block[: last + 1] for e, _ in evaluation(statement)]
+    before = order[: order.index(whole)] if whole in order else []
+    for node in nodes[:-1]:
+        if view.expression(node) not in before:
+            why = f"the product takes {node.name} of an earlier round of the loop"
+            raise Refused("not-this-function", why, whole.lineno)
+    for node in view.nodes_at[whole]:
+        shapes = {inner.meta["val"].shape for inner in node.args if isinstance(inner, fx.Node)}
+        if len(shapes) > 1:
+            raise Refused("layout", "the factors are not always of one shape", whole.lineno)
 
 
-def _shape(node: fx.Node) -> Any:
-    return getattr(node.meta.get("val"), "shape", None)
+def _statement(view: ForwardView, expression: ast.expr) -> ast.stmt | None:
+    place = view.place(expression)
+    return place[0][place[1]] if place else None
 
 
 # -- the source -------------------------------------------------------------------------------
 
 
-def _match(
-    view: ForwardView, kernels: str, gate: fx.Node, act: fx.Node, up: fx.Node, product: fx.Node
-) -> Match:
-    nodes = [gate, up]
-    calls = merged_calls(view, nodes)
-    activation = _activation_call(view, act, calls[0])
-    whole = view.expression(product)
-    if whole is None:
-        raise _NoGlu("module-escapes", "the product is no expression of the forward itself", calls[0].lineno)
-    text = view.text(activation.func)
-    if not isinstance(whole, ast.BinOp):
-        why = f"the product is written as {view.text(whole)}, not with *"
-        raise _NoGlu("different-branches", why, whole.lineno)
-    if {whole.left, whole.right} != {activation, calls[1]}:
-        raise _NoGlu(
-            "different-branches",
-            f"the product does not take {text}({gate.target}(x)) and {up.target}(x) where they are made",
-            whole.lineno,
-        )
-    if activation.args != [calls[0]]:
-        raise _NoGlu(
-            "different-branches",
-            f"{text} does not take {gate.target}(x) where it is made",
-            activation.lineno,
-        )
-    argument = calls[0].args[0]
-    proof = movable(view, [gate, act, up, product], frozenset({ast.unparse(argument)}))
-    storage, insertion, names = merged_line(view, "glu", nodes, argument, proof)
-    fused = f"{kernels}.act_and_mul({names[0]}, {names[1]}, {text})"
-    own = {str(act.target)} if act.op == "call_module" else set()
-    return Match(
-        "glu",
-        (str(gate.target), str(up.target)),
-        (insertion, Edit(Span.of(whole), fused)),
-        whole.lineno,
-        storage=storage,
-        order=order_of(view, nodes),
-        norms=proof.norms,
-        activations=proof.activations | own,
-        linears=proof.linears,
+class _Place:
+    """The product in the source: its two factors, and where the activation is called."""
+
+    def __init__(self, whole: ast.expr, gate: ast.expr, up: ast.expr, call: ast.Call, value: ast.expr):
+        self.whole, self.gate, self.up, self.call, self.value = whole, gate, up, call, value
+
+    @classmethod
+    def of(cls, view: ForwardView, found: Gated) -> "_Place":
+        """Raises `Refused` where the text does not say what the graph does."""
+        whole, call = view.expression(found.node), view.expression(found.act.node)
+        line = found.node.meta["span"].line if found.node.meta.get("span") else view.source.line
+        if whole is None:
+            raise Refused("module-escapes", "the product is no expression of the forward itself", line)
+        operands = _operands(whole)
+        if operands is None:
+            why = f"the product is written as {view.text(whole)}"
+            raise Refused("not-this-function", why, whole.lineno)
+        first = found.node.args[0] is found.gate.node
+        gate, up = operands if first else operands[::-1]
+        assert isinstance(call, ast.Call)
+        value = call.args[0] if call.args else call.func.value  # type: ignore[attr-defined]
+        place = cls(whole, gate, up, call, value)
+        if gate is not call:
+            place._check_name(view)
+        return place
+
+    def _check_name(self, view: ForwardView) -> None:
+        """The factor is a name that held the activated value, and nothing else reads that name."""
+        whole, name = self.whole, self.gate
+        if not isinstance(name, ast.Name):
+            why = f"the product takes {view.text(self.gate)}, not {view.text(self.call)} or a name of it"
+            raise Refused("module-escapes", why, whole.lineno)
+        here, there = view.place(whole), view.place(self.call)
+        if here is None or there is None or here[0] is not there[0]:
+            why = f"{view.text(self.call)} and the product stand in different branches"
+            raise Refused("different-branches", why, whole.lineno)
+        block, first, last = here[0], there[1], here[1]
+        if not _assigns(block[first], name.id, self.call):
+            why = f"{name.id} is not simply {view.text(self.call)} at the product"
+            raise Refused("module-escapes", why, whole.lineno)
+        code = view.source.function.__code__
+        if name.id in (*code.co_cellvars, *code.co_freevars) or name.id not in code.co_varnames:
+            raise Refused("module-escapes", f"{name.id} is used by other code than the forward", name.lineno)
+        for statement in block[first + 1 : last]:
+            if name.id in _names(statement, (ast.Store, ast.Del)):
+                why = f"{name.id} is stored again before the product"
+                raise Refused("module-escapes", why, statement.lineno)
+        read = self._read_elsewhere(view, name, block, first, last)
+        if read is not None:
+            why = f"{name.id}, the activated gate, is also read elsewhere"
+            raise Refused("module-escapes", why, read.lineno)
+
+    def _read_elsewhere(
+        self, view: ForwardView, name: ast.Name, block: list[ast.stmt], first: int, last: int
+    ) -> ast.Name | None:
+        """A place that would see the gate without its activation in `name`."""
+        allowed: set[ast.AST] = {name}
+        if block is view.source.tree.body:  # runs once, from the top down
+            for statement in block[: first + 1]:
+                allowed.update(ast.walk(statement))
+            if _assigns(block[last], name.id):
+                for statement in block[last + 1 :]:
+                    allowed.update(ast.walk(statement))
+        for node in ast.walk(view.source.tree):
+            if isinstance(node, ast.Name) and node.id == name.id and node not in allowed:
+                if isinstance(node.ctx, ast.Load):
+                    return node
+        return None
+
+    def edits(self, view: ForwardView, names: dict[ast.Call, str], function: str, act: str) -> Iterator[Edit]:
+        """The activation leaves its place for the product, and the linears' calls become `names`."""
+        gate = _text(view, self.value, names) if self.gate is self.call else view.text(self.gate)
+        fused = f"{function}({gate}, {_text(view, self.up, names)}, {act})"
+        inside = set(ast.walk(self.whole))
+        yield Edit(_with_parentheses(view, self.whole), fused)
+        if self.gate is not self.call:
+            bare = _text(view, self.value, names)
+            yield Edit(Span.of(self.call), f"({bare})" if "\n" in bare else bare)
+            inside |= set(ast.walk(self.call))
+        for call, name in names.items():
+            if call not in inside:
+                yield Edit(Span.of(call), name)
+
+
+def _operands(whole: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+    if isinstance(whole, ast.BinOp) and isinstance(whole.op, ast.Mult):
+        return whole.left, whole.right
+    if isinstance(whole, ast.Call) and not whole.keywords:
+        if any(isinstance(argument, ast.Starred) for argument in whole.args):
+            return None
+        if len(whole.args) == 2:
+            return whole.args[0], whole.args[1]
+        if len(whole.args) == 1 and isinstance(whole.func, ast.Attribute):
+            return whole.func.value, whole.args[0]
+    return None
+
+
+def _assigns(statement: ast.stmt, name: str, value: ast.expr | None = None) -> bool:
+    """Whether a statement stores `value` (or, where that is None, anything) in `name`, alone or beside others."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return False
+    pairs = [(statement.targets[0], statement.value)]
+    target, right = pairs[0]
+    if isinstance(target, ast.Tuple) and isinstance(right, ast.Tuple) and len(target.elts) == len(right.elts):
+        pairs = list(zip(target.elts, right.elts, strict=True))
+    stored = [right for target, right in pairs if isinstance(target, ast.Name) and target.id == name]
+    everywhere = [n for n in _names(statement, (ast.Store,)) if n == name]
+    return len(stored) == len(everywhere) == 1 and (value is None or stored[0] is value)
+
+
+def _names(statement: ast.stmt, contexts: tuple[type, ...]) -> list[str]:
+    return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, contexts)]
+
+
+def _text(view: ForwardView, expression: ast.expr, names: dict[ast.Call, str]) -> str:
+    """The text of an expression with the calls in `names` replaced."""
+    span = Span.of(expression)
+    line, column, pieces = span.line, span.column, []
+    inside = [node for node in ast.walk(expression) if node in names]
+    for call in sorted(inside, key=lambda call: Span.of(call)):  # type: ignore[arg-type]
+        here = Span.of(call)  # type: ignore[arg-type]
+        pieces += [text_at(view.source.file_text, Span(line, column, here.line, here.column))]
+        pieces += [names[call]]  # type: ignore[index]
+        line, column = here.end_line, here.end_column
+    return "".join(
+        [*pieces, text_at(view.source.file_text, Span(line, column, span.end_line, span.end_column))]
     )
 
 
-def _activation_call(view: ForwardView, act: fx.Node, gate_call: ast.Call) -> ast.Call:
-    """The call `f(value)` in the forward that `act` came from, where `f` is a known activation."""
-    expression = view.expression_at(act)
-    line = expression.lineno if expression is not None else gate_call.lineno
-    if not isinstance(expression, ast.Call):
-        raise _NoGlu("module-escapes", f"{act.name} is no call in the forward itself", line)
-    text = " ".join(view.text(expression.func).split())
-    if act.op == "call_module":
-        if not may_be_activation(view.submodule(str(act.target))):
-            kind = type(view.submodule(str(act.target))).__name__
-            raise _NoGlu("not-this-function", f"{text} is a {kind}, which is no known activation", line)
-        if view.call_of(act) is None:
-            why = f"{act.target} is called as {view.text(expression)}, not by a plain self.name(...)"
-            raise _NoGlu("module-escapes", why, line)
-    else:
-        function = _function(view, expression.func, line)
-        name = activation_name(function)
-        # `F.tanh(x)` calls `x.tanh()`: the trace has the method.
-        is_it = name is not None and name in (activation_name(act.target), act.target)
-        if not is_it or not act.meta.get("direct"):
-            raise _NoGlu("not-this-function", f"{text} is no activation that act_and_mul knows", line)
-    if len(expression.args) != 1 or expression.keywords:
-        why = f"{view.text(expression)} is not called with one value and nothing else, as act_and_mul does"
-        raise _NoGlu("not-this-function", why, line)
-    return expression
-
-
-def _function(view: ForwardView, callee: ast.expr, line: int) -> Any:
-    """What a callee is, where reading it a little earlier or later gives the same and runs no code."""
-    chain = attribute_chain(callee, view.source.self_name)
-    if chain and reads_plainly(view.module, chain):
-        value = resolve(view.module, chain)
-        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-            return value  # anything else (a partial, an object) may be another thing on a like instance
-        if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            why = f"{view.text(callee)} is a {kind}, and only plain functions and modules are known"
-            raise _NoGlu("not-this-function", why, line)
-    elif not chain:
-        names = []
-        base = callee
-        while isinstance(base, ast.Attribute):
-            names.append(base.attr)
-            base = base.value
-        if isinstance(base, ast.Name) and not view.stores(base.id):
-            names_of_module: dict[str, Any] = view.source.function.__globals__  # type: ignore[attr-defined]
-            value = names_of_module.get(base.id)
-            while names and isinstance(value, types.ModuleType):
-                value = vars(value).get(names.pop())
-            if not names and value is not None:
-                return value
-    why = (
-        f"{view.text(callee)} is a local name or belongs to an object; call the activation as a function, "
-        "F.silu(...), or as an attribute of self"
+def _with_parentheses(view: ForwardView, whole: ast.expr) -> Span:
+    """The span of a product, with the parentheses that `(a * b).to(dtype)` needs and a call does not."""
+    span = Span.of(whole)
+    is_value = any(
+        isinstance(node, ast.Attribute) and node.value is whole for node in ast.walk(view.source.tree)
     )
-    raise _NoGlu("not-this-function", why, line)
+    wider = Span(span.line, span.column - 1, span.end_line, span.end_column + 1)
+    if is_value and isinstance(whole, ast.BinOp) and span.column:
+        around = text_at(view.source.file_text, wider)
+        if around[0] == "(" and around[-1] == ")":
+            return wider
+    return span

@@ -68,7 +68,8 @@ def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, u
 
     if "forward" in module.__dict__:
         return refusal("instance-forward", "another tool put a forward on this instance; take it off first")
-    for part in match.parts if match.storage else ():
+    merged = match.parts if match.storage else ()  # a linear that is cut in two is called as ever
+    for part in merged:
         found = _part_objection(part, module.get_submodule(part), uses)
         if found:
             return refusal(*found, match.line)
@@ -76,10 +77,9 @@ def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, u
         found = _call_objection(called, module.get_submodule(called))
         if found:
             return refusal(*found, match.line)
-    if match.storage:
-        found = _group_objection(match.parts, [module.get_submodule(part) for part in match.parts], uses)
-        if found:
-            return refusal(*found, match.line)
+    found = _group_objection(merged, [module.get_submodule(part) for part in merged], uses)
+    if found:
+        return refusal(*found, match.line)
     for linear in sorted(match.linears):
         if not is_plain(module.get_submodule(linear)):
             why = f"{linear} runs between the parts and is no plain linear (a subclass, or hooked)"

@@ -271,12 +271,24 @@ def plan(
             if chosen.takes(objection.fusion):
                 refusals.append(refusal_from(name, module, analysis, objection))
     looked_for = tuple(fusion for fusion in (*FUSIONS, *own_fusions) if chosen.takes(fusion))
-    return Plan(model, tuple(sites), tuple(refusals), tuple(applied), fusions=looked_for)
+    return Plan(model, tuple(sites), tuple(_said_once(refusals)), tuple(applied), fusions=looked_for)
 
 
 def _overlapping(match: Match, taken: Match) -> Objection:
     why = f"{taken.fusion} takes a part of it, or its place in the forward; exclude {taken.fusion} to have it"
     return Objection(match.fusion, "overlapping", why, match.line, match.parts)
+
+
+def _said_once(refusals: list[Refusal]) -> list[Refusal]:
+    """Without the merges of a gated product's linears that are refused for its activation, as that is."""
+    products = {(r.name, r.line, frozenset(r.parts)) for r in refusals if r.fusion == "glu"}
+    return [
+        refusal
+        for refusal in refusals
+        if refusal.fusion != "columns"
+        or refusal.reason != "input-may-be-written"
+        or (refusal.name, refusal.line, frozenset(refusal.parts)) not in products
+    ]
 
 
 def _inputs_by_module(model: nn.Module, inputs: Any) -> dict[str, Inputs]:
