@@ -120,10 +120,17 @@ def _written_out(node: fx.Node) -> fx.Node | None:
 
 def _is_fixed(node: fx.Node) -> bool:
     """Whether a value is the same whatever the forward is called with: made of parameters and constants."""
-    if node.op == "get_attr":
-        return True
-    made = node.op in ("call_function", "call_method")
-    return made and all(_is_fixed(inner) for inner in node.all_input_nodes)
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        if current in seen or current.op == "get_attr":
+            continue
+        if current.op not in ("call_function", "call_method"):
+            return False
+        seen.add(current)
+        todo += current.all_input_nodes
+    return True
 
 
 def _kind(view: ForwardView, node: fx.Node, source: fx.Node) -> str:

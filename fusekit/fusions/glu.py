@@ -6,11 +6,13 @@ Of one linear cut in two, no weight is merged: only the product is replaced.
 import ast
 from collections.abc import Iterator
 
+import torch.nn as nn
 from torch import fx
 
 from fusekit.forward import Edit, Span
 from fusekit.forward.edits import text_at
 from fusekit.fusions.activation_text import activation_text
+from fusekit.fusions.factor import shape_of
 from fusekit.fusions.gated import Gated, gated_product
 from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.merge import linear_calls, merged_calls, merged_line, order_of
@@ -30,56 +32,59 @@ def find_glus(view: ForwardView, kernels: str) -> Iterator[Match | Objection]:
     """
     seen: set[Span] = set()
     fused: dict[str, int] = {}
-    freed: set[str] = set()
     linears = linear_calls(view)
-    for node in view.trace.graph.nodes:
-        objection = _own_operator(view, node, linears)
-        found = None if objection else gated_product(view, node, linears)
+    for node in view.trace.graph.nodes if linears else ():
         span = node.meta.get("span")
-        if (found is None and objection is None) or span in seen:  # again, in another round of a loop
+        found = gated_product(view, node, linears)
+        parts = found.parts if found else _own_operator(view, node, linears)
+        if not parts or span in seen:  # the same product again, in another round of a loop
             continue
         if span:
             seen.add(span)
-        if objection is not None:
-            freed.update(objection.parts)
-            yield objection
-        if found is None:
-            continue
         try:
-            taken = [part for part in found.parts if part in fused]
-            if taken:
-                why = f"{taken[0]} is taken by the gated product at line {fused[taken[0]]}"
-                raise Refused("not-this-function", why, span.line if span else None)
-            match = _match(view, kernels, found)
+            if found is None:
+                why = "torch.nn.functional.glu is one operator already, with a rounding of its own"
+                raise _NoGlu("not-this-function", why, span.line if span else None)
+            match = _match(view, kernels, found, fused)
             yield match
-            if found.packed:
-                freed.update(found.parts)
-            else:
-                fused.update(dict.fromkeys(found.parts, match.line))
+            if match.storage:
+                fused.update(dict.fromkeys(parts, match.line))
+            elif not _touches(view, match, found.gate.linear):
+                view.freed.update(parts)
         except Refused as refused:
-            yield refused.objection("glu", found.parts)
-            freed.update(found.parts if isinstance(refused, _NoGlu) or found.packed else ())
-    view.freed |= freed - set(fused)
+            yield refused.objection("glu", parts)
+            view.freed.update(parts if isinstance(refused, _NoGlu) else ())
+    view.freed -= set(fused)
 
 
-def _own_operator(view: ForwardView, node: fx.Node, linears: list[fx.Node]) -> Objection | None:
-    """PyTorch's own gated product of one linear: fused already, and rounded once."""
-    own = node.op == "call_module" and type(view.submodule(str(node.target))).__name__ == "GLU"
-    if not own and operator_name(node) != "glu":
-        return None
-    linear = next((inner for inner in node.all_input_nodes if inner in linears), None)
-    if linear is None:
-        return None
-    why = "torch.nn.functional.glu is one operator already, with a rounding of its own"
-    span = node.meta.get("span")
-    return Objection("glu", "not-this-function", why, span.line if span else None, (str(linear.target),))
+def _touches(view: ForwardView, match: Match, linear: fx.Node) -> bool:
+    """Whether the call of the linear stands in text that is replaced."""
+    span = linear.meta["span"]
+    return span is None or any(
+        (edit.span.line, edit.span.column) <= (span.line, span.column)
+        and (span.end_line, span.end_column) <= (edit.span.end_line, edit.span.end_column)
+        for edit in match.edits
+    )
 
 
-def _match(view: ForwardView, kernels: str, found: Gated) -> Match:
+def _own_operator(view: ForwardView, node: fx.Node, linears: list[fx.Node]) -> tuple[str, ...]:
+    """The linear that PyTorch's own gated product, `F.glu` or `nn.GLU`, cuts in two."""
+    is_module = node.op == "call_module" and type(view.submodule(str(node.target))) is nn.GLU
+    if not is_module and operator_name(node) != "glu":
+        return ()
+    return tuple(str(inner.target) for inner in node.all_input_nodes if inner in linears)
+
+
+def _match(view: ForwardView, kernels: str, found: Gated, fused: dict[str, int]) -> Match:
+    """`fused` are the linears that other matches merge, and the lines of those."""
     if found.problem is not None:
         reason, sentence, where = found.problem
         span = where.meta.get("span") or found.node.meta.get("span")
         raise _NoGlu(reason, sentence, span.line if span else None)
+    for part in () if found.packed else found.parts:
+        if part in fused:
+            why = f"{part} is taken by the gated product at line {fused[part]}"
+            raise Refused("not-this-function", why, found.node.meta["span"].line)
     nodes = [] if found.packed else [found.gate.linear, found.up.linear]
     calls = merged_calls(view, nodes) if nodes else []
     try:
@@ -87,27 +92,27 @@ def _match(view: ForwardView, kernels: str, found: Gated) -> Match:
         place = _Place.of(view, found)
     except Refused as refused:
         raise _NoGlu(refused.reason, refused.message, refused.line) from None
-    line = place.whole.lineno
     proofs: list[Proof] = []
-    storage, edits, names = None, [], {}
     if nodes:
         argument = calls[0].args[0]
         proofs.append(movable(view, nodes, frozenset({ast.unparse(argument)})))
-        storage, insertion, given = merged_line(view, "glu", nodes, argument, proofs[0])
-        edits.append(insertion)
-        names = dict(zip(calls, given, strict=True))
     try:
         run = [*_run(view, found), found.act.node, found.node]
         proofs.append(movable(view, run, frozenset()))
         _check_order(view, run, place.whole)
     except Refused as refused:
         raise _NoGlu(refused.reason, refused.message, refused.line) from None
+    storage, edits, names = None, [], {}
+    if nodes:
+        storage, insertion, given = merged_line(view, "glu", nodes, argument, proofs[0])
+        edits.append(insertion)
+        names = dict(zip(calls, given, strict=True))
     edits += place.edits(view, names, f"{kernels}.act_and_mul", act)
     return Match(
         "glu",
         found.parts,
         tuple(sorted(edits)),
-        line,
+        place.whole.lineno,
         storage=storage,
         order=order_of(view, nodes),
         norms=frozenset().union(*(proof.norms for proof in proofs)),
@@ -121,15 +126,13 @@ def _run(view: ForwardView, found: Gated) -> list[fx.Node]:
 
     Whatever a branch before did, the halves are then of one shape, and so are two linears' outputs.
     """
+    linear = found.gate.linear
     if not found.packed:
-        return [found.gate.linear, found.up.linear]
-    cuts = dict.fromkeys(view.expression(factor.cuts[-1]) for factor in (found.gate, found.up))
-    first = [next(n for n in (*found.gate.cuts, *found.up.cuts) if view.expression(n) is e) for e in cuts]
-    linear = view.expression(found.gate.linear)
-    with_it = linear is not None and any(
-        e is not None and _statement(view, e) is _statement(view, linear) for e in cuts
-    )
-    return [found.gate.linear, *first] if with_it else first
+        return [linear, found.up.linear]
+    cuts = list(dict.fromkeys(factor.cuts[-1] for factor in (found.gate, found.up)))
+    # Called in the statement that cuts, the linear stands before all that moves: it may be anything.
+    beside = any(_statement(view, cut) is _statement(view, linear) for cut in cuts)
+    return [linear, *cuts] if beside and view.expression(linear) is not None else cuts
 
 
 def _check_order(view: ForwardView, nodes: list[fx.Node], whole: ast.expr) -> None:
@@ -146,13 +149,14 @@ def _check_order(view: ForwardView, nodes: list[fx.Node], whole: ast.expr) -> No
             why = f"the product takes {node.name} of an earlier round of the loop"
             raise Refused("not-this-function", why, whole.lineno)
     for node in view.nodes_at[whole]:
-        shapes = {inner.meta["val"].shape for inner in node.args if isinstance(inner, fx.Node)}
-        if len(shapes) > 1:
+        shapes = [shape_of(inner) for inner in node.args if isinstance(inner, fx.Node)]
+        if len(shapes) != 2 or shapes[0] != shapes[1]:
             raise Refused("layout", "the factors are not always of one shape", whole.lineno)
 
 
-def _statement(view: ForwardView, expression: ast.expr) -> ast.stmt | None:
-    place = view.place(expression)
+def _statement(view: ForwardView, node: fx.Node) -> ast.stmt | None:
+    expression = view.expression(node)
+    place = view.place(expression) if expression is not None else None
     return place[0][place[1]] if place else None
 
 
@@ -257,7 +261,7 @@ def _operands(whole: ast.expr) -> tuple[ast.expr, ast.expr] | None:
 
 
 def _assigns(statement: ast.stmt, name: str, value: ast.expr | None = None) -> bool:
-    """Whether a statement stores `value` (or, where that is None, anything) in `name`, alone or beside others."""
+    """Whether a statement stores `value` (None: anything) in `name`, and what it likes in other names."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return False
     pairs = [(statement.targets[0], statement.value)]

@@ -36,9 +36,14 @@ class Match:
     functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
     replaced: frozenset[str] = field(default=frozenset())
 
+    @property
+    def _calls_left_out(self) -> frozenset[str]:
+        """The submodules that the rewritten forward no longer calls; a linear that is cut in two it does."""
+        return self.replaced | (frozenset(self.parts) if self.storage else frozenset())
+
     def overlaps(self, other: "Match") -> bool:
         """Whether both take a part, or a place in the text, that only one can have."""
-        if not set(self.parts).isdisjoint(other.parts):
+        if not self._calls_left_out.isdisjoint(other._calls_left_out):
             return True
         return any(mine.overlaps(theirs) for mine in self.edits for theirs in other.edits)
 
