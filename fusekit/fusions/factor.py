@@ -57,53 +57,98 @@ class Factor:
         return next((step for step in self.steps if step.kind in ("activation", "written-out")), None)
 
 
-def follow(view: ForwardView, node: fx.Node, linears: list[fx.Node]) -> Factor | None:
-    """How `node` comes from one linear, None where it does not."""
-    steps: list[Step] = []
-    cuts: list[fx.Node] = []
-    half = base = None
-    current = node
-    while current not in linears:
-        if operator_name(current) in CUTS and current.all_input_nodes:
-            if not cuts:
-                half = current
-            elif base is not None:  # cut, computed with, and cut again
+class Factors:
+    """The factors of a trace's products, each step on their ways looked at once."""
+
+    def __init__(self, view: ForwardView, linears: list[fx.Node]):
+        self.view, self.linears = view, frozenset(linears)
+        self._steps: dict[fx.Node, Step | None] = {}
+        self._outer: dict[ast.expr, set[fx.Node]] = {}
+        self._fixed: set[fx.Node] = set()  # made of parameters and constants, whatever the input
+        for node in view.trace.graph.nodes:
+            made = node.op in ("call_function", "call_method")
+            if node.op == "get_attr" or (made and self._fixed.issuperset(node.all_input_nodes)):
+                self._fixed.add(node)
+
+    def follow(self, node: fx.Node) -> Factor | None:
+        """How `node` comes from one linear, None where it does not."""
+        steps: list[Step] = []
+        cuts: list[fx.Node] = []
+        half = base = None
+        current = node
+        while current not in self.linears:
+            if operator_name(current) in CUTS and current.all_input_nodes:
+                if not cuts:
+                    half = current
+                elif base is not None:  # cut, computed with, and cut again
+                    return None
+                cuts.append(current)
+                current = current.all_input_nodes[0]
+                if operator_name(current) not in CUTS:
+                    base = current
+                continue
+            if current not in self._steps:
+                self._steps[current] = self._step(current)
+            step = self._steps[current]
+            if step is None:
                 return None
-            cuts.append(current)
-            current = current.all_input_nodes[0]
-            if operator_name(current) not in CUTS:
-                base = current
-            continue
-        step = _step(view, current)
-        if step is None:
+            steps.append(step)
+            current = step.source
+        return Factor(node, current, tuple(steps), tuple(cuts), half, base)
+
+    def _step(self, node: fx.Node) -> Step | None:
+        """`node` as a step from its one input of the same shape; None where it is none."""
+        if node.op not in ("call_function", "call_method", "call_module") or shape_of(node) is None:
             return None
-        steps.append(step)
-        current = step.source
-    return Factor(node, current, tuple(steps), tuple(cuts), half, base)
+        expression = self.view.expression_at(node)
+        helper = None if node.meta.get("direct") else expression
+        found = self._inputs_of_helper(helper) if helper is not None else self._inputs(node)
+        source = next(iter(found), None) if len(found) == 1 else None
+        if len(found) == 2 and helper is None:
+            source = _written_out(node)
+        if source is None or shape_of(source) != shape_of(node):
+            return None
+        with_it_alone = isinstance(helper, ast.Call) and len(helper.args) == 1
+        return Step(node, "activation" if with_it_alone else self._kind(node, source), source)
 
+    def _inputs(self, node: fx.Node) -> set[fx.Node]:
+        return set(node.all_input_nodes) - self._fixed
 
-def _step(view: ForwardView, node: fx.Node) -> Step | None:
-    """`node` as a step from its one input of the same shape; None where it is none."""
-    source, whole = _only_input(view, node)
-    if source is None or shape_of(source) is None or shape_of(source) != shape_of(node):
-        return None
-    return Step(node, "activation" if whole else _kind(view, node, source), source)
+    def _inputs_of_helper(self, expression: ast.expr) -> set[fx.Node]:
+        """What a function called by the forward is given, the module's own and constants aside."""
+        if expression not in self._outer:
+            inside = self.view.nodes_at[expression]
+            self._outer[expression] = set().union(*map(self._inputs, inside)) - set(inside)
+        return self._outer[expression]
 
-
-def _only_input(view: ForwardView, node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """(the one input that is no parameter or constant, whether a helper did the step with it alone)."""
-    if node.op not in ("call_function", "call_method", "call_module"):
-        return None, False
-    expression = view.expression_at(node)
-    if not node.meta.get("direct") and expression is not None:
-        inside = view.nodes_at[expression]
-        found = {n for made in inside for n in made.all_input_nodes if n not in inside and not _is_fixed(n)}
-        call: Any = expression
-        return (found.pop() if len(found) == 1 else None), len(getattr(call, "args", ())) == 1
-    found = {n for n in node.all_input_nodes if not _is_fixed(n)}
-    if len(found) == 2:
-        return _written_out(node), False
-    return (found.pop() if len(found) == 1 else None), False
+    def _kind(self, node: fx.Node, source: fx.Node) -> str:
+        name = operator_name(node)
+        if node.op == "call_module":
+            module = self.view.submodule(str(node.target))
+            if isinstance(module, DROPOUTS):
+                return "dropout"
+            return "activation" if may_be_activation(module) or _may_be_unknown_one(module) else "other"
+        if name in LIKE_ACTIVATIONS:
+            return "activation"
+        if name in CASTS:
+            return "cast"
+        if name in CLAMPS:
+            return "clamp"
+        if name in RANDOM:
+            return "dropout"
+        is_scale = name in ("mul", "multiply") or (name == "div" and node.args[0] is source)
+        if is_scale and len(node.args) == 2 and not node.kwargs:
+            others = [argument for argument in node.args if argument is not source]
+            if not others:
+                return "other"  # a square
+            if isinstance(others[0], fx.Node):
+                if len(node.all_input_nodes) == 2 and others[0] not in self._fixed:
+                    return "written-out"
+                value = others[0].meta.get("val")
+                # More dimensions could broadcast: the factors would be of one shape here and not elsewhere.
+                return "scale" if isinstance(value, torch.Tensor) and value.dim() <= 1 else "other"
+            return "scale" if _is_own_number(self.view, node) else "other"
+        return "other"
 
 
 def _written_out(node: fx.Node) -> fx.Node | None:
@@ -116,51 +161,6 @@ def _written_out(node: fx.Node) -> fx.Node | None:
             if inner is x or (operator_name(inner) == "mul" and x in inner.all_input_nodes):
                 return x
     return None
-
-
-def _is_fixed(node: fx.Node) -> bool:
-    """Whether a value is the same whatever the forward is called with: made of parameters and constants."""
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        if current in seen or current.op == "get_attr":
-            continue
-        if current.op not in ("call_function", "call_method"):
-            return False
-        seen.add(current)
-        todo += current.all_input_nodes
-    return True
-
-
-def _kind(view: ForwardView, node: fx.Node, source: fx.Node) -> str:
-    name = operator_name(node)
-    if node.op == "call_module":
-        module = view.submodule(str(node.target))
-        if isinstance(module, DROPOUTS):
-            return "dropout"
-        return "activation" if may_be_activation(module) or _may_be_unknown_one(module) else "other"
-    if name in LIKE_ACTIVATIONS:
-        return "activation"
-    if name in CASTS:
-        return "cast"
-    if name in CLAMPS:
-        return "clamp"
-    if name in RANDOM:
-        return "dropout"
-    is_scale = name in ("mul", "multiply") or (name == "div" and node.args[0] is source)
-    if is_scale and len(node.args) == 2 and not node.kwargs:
-        others = [argument for argument in node.args if argument is not source]
-        if not others:
-            return "other"  # a square
-        if isinstance(others[0], fx.Node):
-            if len(node.all_input_nodes) == 2 and not _is_fixed(others[0]):
-                return "written-out"
-            value = others[0].meta.get("val")
-            # More dimensions could broadcast: the factors would be of one shape here and not elsewhere.
-            return "scale" if isinstance(value, torch.Tensor) and value.dim() <= 1 else "other"
-        return "scale" if _is_own_number(view, node) else "other"
-    return "other"
 
 
 def _is_own_number(view: ForwardView, node: fx.Node) -> bool:

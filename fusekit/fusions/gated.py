@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fusekit.fusions.factor import PRODUCTS, Factor, Step, follow, operands_of, said, shape_of
-from fusekit.fusions.roles import sources
+from fusekit.fusions.factor import PRODUCTS, Factor, Factors, Step, operands_of, said, shape_of
+from fusekit.fusions.roles import ATTENTION_OPERATORS, sources
 from fusekit.fusions.view import ForwardView
+from fusekit.tracing import is_leaf_call
 from fusekit.tracing.schema import operator_name
 
 BY_DIMENSION = {"chunk": 2, "split": 2, "tensor_split": 2, "unbind": 1, "narrow": 1, "select": 1}
@@ -38,15 +39,14 @@ class Gated:
         return tuple(dict.fromkeys((str(self.gate.linear.target), str(self.up.linear.target))))
 
 
-def gated_product(view: ForwardView, node: fx.Node, linears: list[fx.Node]) -> Gated | None:
+def gated_product(factors: Factors, node: fx.Node) -> Gated | None:
     """The gated product that `node` is or looks like, None where nobody would take it for one."""
     operands = operands_of(node, PRODUCTS, ("mul", "mul_", "multiply")) or operands_of(node, SUMS, ("add",))
     if operands is None:
         return None
-    factors = [follow(view, operand, linears) for operand in operands]
-    left, right = factors
+    left, right = map(factors.follow, operands)
     if left is None or right is None:
-        return _near(view, node, operands, factors, linears)
+        return _near(factors, node, operands, (left, right))
     active = [factor for factor in (left, right) if factor.activation is not None]
     if not active:
         return None
@@ -56,6 +56,7 @@ def gated_product(view: ForwardView, node: fx.Node, linears: list[fx.Node]) -> G
     assert act is not None
     if _is_no_pair(gate, up):
         return None
+    view = factors.view
     problem = _problem(view, node, gate, up, act, len(active) > 1)
     if node.target in SUMS or node.target == "add":
         if problem is not None:
@@ -84,26 +85,33 @@ def _read_one_value(gate: Factor, up: Factor) -> bool:
 
 
 def _near(
-    view: ForwardView,
+    factors: Factors,
     node: fx.Node,
     operands: tuple[fx.Node, fx.Node],
-    factors: list[Factor | None],
-    linears: list[fx.Node],
+    sides: tuple[Factor | None, Factor | None],
 ) -> Gated | None:
     """One factor is an activated linear, or slice of one, and the other comes from more than one value."""
     for mine, other in ((0, 1), (1, 0)):
-        gate = factors[mine]
-        if gate is None or factors[other] is not None or gate.activation is None or node.target in SUMS:
+        gate = sides[mine]
+        if gate is None or sides[other] is not None or gate.activation is None or node.target in SUMS:
             continue
         pair = operands_of(operands[other], PRODUCTS, ("mul", "multiply")) or ()
-        ups = [up for up in (follow(view, operand, linears) for operand in pair) if up is not None]
+        ups = [up for up in map(factors.follow, pair) if up is not None]
         if len(ups) == 2 and all(_read_one_value(gate, up) for up in ups):
-            why = f"{said(view, node)} has three factors: write which two belong together with parentheses"
+            why = f"{said(factors.view, node)} has three factors: join two of them with parentheses"
             return Gated(node, gate, ups[0], gate.activation, ("not-this-function", why, node))
-        if gate.base is not None and sources(operands[other], [gate.linear]):
+        if gate.base is not None and sources(operands[other], [gate.linear, *_attentions(node)]) == {
+            gate.linear
+        }:
             why = f"what it gates is computed from {gate.linear.target} and more, and no slice of it"
             return Gated(node, gate, gate, gate.activation, ("not-this-function", why, node))
     return None
+
+
+def _attentions(node: fx.Node) -> list[fx.Node]:
+    """The attentions of a trace: a gate on what they give is none of an MLP's."""
+    names = ATTENTION_OPERATORS
+    return [n for n in node.graph.nodes if is_leaf_call(n) or getattr(n.target, "__name__", "") in names]
 
 
 # -- what stands against it -------------------------------------------------------------------

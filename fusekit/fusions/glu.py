@@ -12,7 +12,7 @@ from torch import fx
 from fusekit.forward import Edit, Span
 from fusekit.forward.edits import text_at
 from fusekit.fusions.activation_text import activation_text
-from fusekit.fusions.factor import shape_of
+from fusekit.fusions.factor import Factors, shape_of
 from fusekit.fusions.gated import Gated, gated_product
 from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.merge import linear_calls, merged_calls, merged_line, order_of
@@ -33,9 +33,10 @@ def find_glus(view: ForwardView, kernels: str) -> Iterator[Match | Objection]:
     seen: set[Span] = set()
     fused: dict[str, int] = {}
     linears = linear_calls(view)
+    factors = Factors(view, linears)
     for node in view.trace.graph.nodes if linears else ():
         span = node.meta.get("span")
-        found = gated_product(view, node, linears)
+        found = gated_product(factors, node)
         parts = found.parts if found else _own_operator(view, node, linears)
         if not parts or span in seen:  # the same product again, in another round of a loop
             continue

@@ -98,8 +98,18 @@ class WithoutAnotherLinear(Cut):
         return hidden * F.gelu(gate)
 
 
+class OneLinearInAll(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Linear(8, 24)
+
+    def forward(self, x):
+        y = self.gate_up(x)
+        return y[..., 12:] * F.silu(y[..., :12])
+
+
 CUT = [UpNamedLikeTheOutput, UpFirst, SplitBySize, SplitBySizes, Sliced, Indexed, Viewed, Apart, Scaled]
-CUT += [Cut, WithoutAnotherLinear]
+CUT += [Cut, WithoutAnotherLinear, OneLinearInAll]
 
 
 @pytest.mark.parametrize("cls", CUT)
@@ -154,6 +164,10 @@ def test_the_linear_that_is_cut_may_be_merged_with_its_sibling():
     assert sites == {("glu", ("gate_up",)), ("columns", ("gate_up", "other"))}
     with plan.apply():
         torch.testing.assert_close(module(x), want)
+    for first, second in (("glu", "columns"), ("columns", "glu")):
+        with fk.fuse(module, only=first), fk.fuse(module) as then:
+            assert [site.fusion for site in then.sites] == [second]
+            torch.testing.assert_close(module(x), want)
 
 
 # -- what is no gated product ------------------------------------------------------------------
@@ -452,7 +466,14 @@ class Residual(Pair):
         return self.down(self.gate(x)) + x
 
 
-@pytest.mark.parametrize("cls", [SqueezeAndExcite, OwnSilu, Residual])
+class GatedAttention(Cut):
+    def forward(self, x):
+        q, gate = self.gate_up(x).chunk(2, dim=-1)
+        seen = F.scaled_dot_product_attention(q[:, None], q[:, None], q[:, None])[:, 0]
+        return self.down(seen * torch.sigmoid(gate))
+
+
+@pytest.mark.parametrize("cls", [SqueezeAndExcite, OwnSilu, Residual, GatedAttention])
 def test_what_nobody_would_call_a_gated_product_is_not_spoken_of(cls):
     plan = fk.plan(cls())
     assert [refusal for refusal in plan.refusals if refusal.fusion == "glu"] == []
