@@ -159,8 +159,7 @@ def _odd(view: ForwardView, step: Step, above: bool) -> str | None:
     if step.kind == "clamp":
         return f"{text} limits a factor (a clamped gated product), and act_and_mul does not"
     if step.kind == "written-out":
-        why = "an activation written out, which rounds between its steps"
-        return f"{text} is {why}: call F.silu, or an activation of Transformers, instead"
+        return f"{text} is an activation written out; F.silu, which rounds once, has other bits"
     if above and step.kind == "scale":
         return f"{text} is a third factor of the product"
     if above:

@@ -227,9 +227,12 @@ class _Place:
             if _assigns(block[last], name.id):
                 for statement in block[last + 1 :]:
                     allowed.update(ast.walk(statement))
-        for node in ast.walk(view.source.tree):
+        tree = list(ast.walk(view.source.tree))
+        # `g += 1` stores, but writes into what `g` holds.
+        written = {node.target for node in tree if isinstance(node, ast.AugAssign)}
+        for node in tree:
             if isinstance(node, ast.Name) and node.id == name.id and node not in allowed:
-                if isinstance(node.ctx, ast.Load):
+                if isinstance(node.ctx, ast.Load) or node in written:
                     return node
         return None
 

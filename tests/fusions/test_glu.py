@@ -463,6 +463,15 @@ class GateWrittenAfterwards(Gated):
         return self.down(h)
 
 
+class GateIncreasedAfterwards(Gated):
+    def forward(self, x):
+        gate = self.gate(x)
+        g = self.act(gate)
+        h = g * self.up(x)
+        g += 1
+        return self.down(h + gate)
+
+
 class GateByAnotherName(Gated):
     def forward(self, x):
         g = self.act(self.gate(x))
