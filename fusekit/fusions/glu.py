@@ -45,7 +45,7 @@ def find_glus(view: ForwardView, kernels: str) -> Iterator[Match | Objection]:
         try:
             if found is None:
                 why = "torch.nn.functional.glu is one operator already, with a rounding of its own"
-                raise _NoGlu("not-this-function", why, span.line if span else None)
+                raise _NoGlu("not-this-function", why, _line(node))
             match = _match(view, kernels, found, fused)
             yield match
             if match.storage:
@@ -80,12 +80,11 @@ def _match(view: ForwardView, kernels: str, found: Gated, fused: dict[str, int])
     """`fused` are the linears that other matches merge, and the lines of those."""
     if found.problem is not None:
         reason, sentence, where = found.problem
-        span = where.meta.get("span") or found.node.meta.get("span")
-        raise _NoGlu(reason, sentence, span.line if span else None)
+        raise _NoGlu(reason, sentence, _line(where) or _line(found.node))
     for part in () if found.packed else found.parts:
         if part in fused:
             why = f"{part} is taken by the gated product at line {fused[part]}"
-            raise Refused("not-this-function", why, found.node.meta["span"].line)
+            raise Refused("not-this-function", why, _line(found.node))
     nodes = [] if found.packed else [found.gate.linear, found.up.linear]
     calls = merged_calls(view, nodes) if nodes else []
     try:
@@ -174,7 +173,7 @@ class _Place:
     def of(cls, view: ForwardView, found: Gated) -> "_Place":
         """Raises `Refused` where the text does not say what the graph does."""
         whole, call = view.expression(found.node), view.expression(found.act.node)
-        line = found.node.meta["span"].line if found.node.meta.get("span") else view.source.line
+        line = _line(found.node) or view.source.line
         if whole is None:
             raise Refused("module-escapes", "the product is no expression of the forward itself", line)
         operands = _operands(whole)
@@ -308,3 +307,8 @@ def _with_parentheses(view: ForwardView, whole: ast.expr) -> Span:
         if around[0] == "(" and around[-1] == ")":
             return wider
     return span
+
+
+def _line(node: fx.Node) -> int | None:
+    span = node.meta.get("span")
+    return span.line if span else None
