@@ -170,6 +170,38 @@ def test_the_linear_that_is_cut_may_be_merged_with_its_sibling():
             torch.testing.assert_close(module(x), want)
 
 
+class OfTheRoundBefore(Cut):
+    def forward(self, x):
+        y = self.gate_up(x)
+        g = h = torch.full_like(y[..., 12:], 2.0)
+        for _ in range(2):
+            h = h + g * y[..., 12:]
+            g = self.act(y[..., :12])
+        return self.down(h)
+
+
+class ANumberAtFirst(Cut):
+    def forward(self, x):
+        y = self.gate_up(x)
+        u = 2.0
+        for _ in range(2):
+            h = self.act(y[..., :12]) * u
+            u = y[..., 12:]
+        return self.down(h)
+
+
+@pytest.mark.parametrize("cls", [OfTheRoundBefore, ANumberAtFirst])
+def test_a_factor_of_the_round_before_stays_where_it_is(cls):
+    module, x = cls(), torch.randn(2, 5, 8)
+    want = module(x)
+    plan = fk.plan(module)
+    (refusal,) = plan.refusals
+    assert (refusal.fusion, refusal.reason) == ("glu", "not-this-function")
+    assert "of an earlier round of the loop" in refusal.message
+    with plan.apply():
+        assert torch.equal(module(x), want)
+
+
 # -- what is no gated product ------------------------------------------------------------------
 
 
