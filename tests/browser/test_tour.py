@@ -60,7 +60,12 @@ def test_the_saved_notebook_of_an_own_fusion_reads_well(open_notebook, shot, the
     page = open_notebook(TOUR.with_name("07_own_fusion.ipynb"), run=False, trusted=trusted, theme=theme)
     outputs = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
     outputs.first.wait_for()
-    for words in ("linear_plus_linear(hidden", "forgets_a_bias gives", "different grad modes", "takes a part of it"):
+    for words in (
+        "linear_plus_linear(hidden",
+        "forgets_a_bias gives",
+        "different grad modes",
+        "takes a part of it",
+    ):
         shot(outputs.filter(has_text=words).first, f"{theme}-{words.split()[0]}")
     assert_reads_well(page)
 
