@@ -1,6 +1,7 @@
 """What the fusions find in a module's forward, remembered for every instance that is alike."""
 
 import ast
+import functools
 import inspect
 import weakref
 from collections.abc import Hashable
@@ -19,6 +20,7 @@ from fusekit.forward import (
     source_of,
 )
 from fusekit.forward.reads import Uncachable, bare_uses, describe, global_names, key, reads
+from fusekit.fusions.gated_rms_norm import find_gated_norms, trace_with_gate
 from fusekit.fusions.glu import find_glus
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.merge import find_merges, sibling_groups
@@ -127,12 +129,13 @@ def _without_source(module: nn.Module, error: NoSource) -> Analysis:
 
 
 def _is_worth_tracing(module: nn.Module, source: ForwardSource) -> bool:
-    """Whether the forward can call two linears, or cut one in two, or is that of a norm."""
+    """Whether the forward can call two linears, cut one in two, or be or hold a norm."""
     linears = len(linears_reached(module, source))
     return (
         linears >= 2
         or (linears == 1 and _cuts(source))
-        or (_has_norm_shape(module) and _names_of_norms(module, source))
+        or (_has_norm_shape(module) and _speaks_of_norms(original_class(module), source))
+        or "rsqrt" in global_names(source.function.__code__)
     )
 
 
@@ -143,23 +146,27 @@ def _cuts(source: ForwardSource) -> bool:
     return sliced or not CUTS.isdisjoint(global_names(code))
 
 
-def _names_of_norms(module: nn.Module, source: ForwardSource) -> bool:
-    """Whether the forward, or a method of the module that it names, takes a root or a power of something."""
+@functools.lru_cache(maxsize=4096)
+def _speaks_of_norms(cls: type, source: ForwardSource) -> bool:
+    """Whether the forward, or a method of the class that it names, takes a root or a power of something."""
     names = set(global_names(source.function.__code__))
+    codes = [source.function.__code__]
     for name in tuple(names):
-        method = inspect.getattr_static(type(module), name, None)
+        method = inspect.getattr_static(cls, name, None)
         if isinstance(method, FunctionType):
             names.update(global_names(method.__code__))
-            names.update("pow" for const in method.__code__.co_consts if const == -0.5)
-    names.update("pow" for const in source.function.__code__.co_consts if const == -0.5)
+            codes.append(method.__code__)
+    names.update("pow" for code in codes for const in code.co_consts if const in (-0.5, 0.5))
     return any(name in ROOTS or "norm" in name.lower() for name in names)
 
 
 def _has_norm_shape(module: nn.Module) -> bool:
-    """No submodules (but a parametrization's), at most one parameter, and that a vector or a number."""
-    children = [name for name in module._modules if name != "parametrizations"]
+    """No linears, and at most two parameters (a weight and a bias), each a vector in some shape."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
-    return not children and len(own) <= 1 and all(parameter.dim() <= 1 for parameter in own)
+    if len(own) > 2 or any(sum(size != 1 for size in parameter.shape) > 1 for parameter in own):
+        return False
+    children = [child for name, child in module._modules.items() if name != "parametrizations"]
+    return all(child is None or not any(child.parameters()) for child in children)
 
 
 def _counted_by_type(source: ForwardSource, trace: Trace | None) -> frozenset[tuple[str, ...]]:
@@ -205,6 +212,9 @@ def _skipped(source: ForwardSource, trace: Trace) -> set[ast.AST]:
 
 
 def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) -> Analysis:
+    gated = _analyse_gated(module, source, inputs)
+    if gated is not None:
+        return gated
     trace = run_trace(module, *(inputs or ()))
     view = ForwardView(module, source, trace)
     name = view.new_name("kernels")
@@ -225,6 +235,24 @@ def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) ->
         tried = try_out(view, match, name)
         (checked if isinstance(tried, Match) else objections).append(tried)  # type: ignore[arg-type]
     return Analysis(source, trace, tuple(checked), tuple(objections), name, inputs)
+
+
+def _analyse_gated(module: nn.Module, source: ForwardSource, inputs: Inputs | None) -> Analysis | None:
+    """The analysis of a forward that is, or all but is, a gated norm where its gate is given."""
+    trace = trace_with_gate(module, source) if _has_norm_shape(module) else None
+    if trace is None or not trace.complete:
+        return None
+    view = ForwardView(module, source, trace)
+    name = view.new_name("kernels")
+    found = [
+        try_out(view, one, name) if isinstance(one, Match) else one for one in find_gated_norms(view, name)
+    ]
+    if not found:
+        return None
+    found = [*find_own(view, name), *found]
+    matches = tuple(one for one in found if isinstance(one, Match))
+    objections = tuple(one for one in found if isinstance(one, Objection))
+    return Analysis(source, trace, matches, objections, name, inputs)
 
 
 def _objections_of_partial(view: ForwardView) -> list[Objection]:

@@ -1,66 +1,138 @@
-"""Which rounding order of `kernels.rms_norm` is the module's own: found by running both, bit for bit."""
+"""Which rounding order of a norm's kernel is the module's own: found by running both, bit for bit."""
 
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import fx
 
 from fusekit.fusions.match import Refused
+from fusekit.fusions.norm_graph import Norm, no_norm
 from fusekit.fusions.view import ForwardView
-from fusekit.kernels import NORM_PROBES, NormForm, norm_forms, rms_norm
+from fusekit.kernels import (
+    NORM_PROBES,
+    GatedNormForm,
+    NormForm,
+    gated_norm_forms,
+    gated_rms_norm,
+    norm_forms,
+    rms_norm,
+)
 from fusekit.tracing.skeleton import Skeleton
 
+Form = TypeVar("Form")
 ROWS = 48  # of the probe: enough for a rounding that differs to show
 WIDTH = 16  # of its rows, where the weight says none: one of one element takes any
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
+SHAPES = ((ROWS,), (2, ROWS // 2), (2, 2, ROWS // 4))  # of the rows, in the last confirmation
 
 
 @dataclass(frozen=True)
-class Norm:
-    """What the graph of an RMSNorm says: where its parts stand, and the kind of inverse root."""
+class _Sample:
+    """What a module is tried on: an input, its weight and gate, and what its own forward makes of them."""
 
-    input: fx.Node
-    weight: fx.Node | None
-    eps: float
-    eps_node: fx.Node
-    inverse: str
-    offset: float
-
-
-def no_norm(why: str, node: fx.Node | None) -> Refused:
-    """The refusal of what looks like an RMSNorm and is none, because of `node`."""
-    span = node.meta.get("span") if node is not None else None
-    return Refused("not-this-function", f"it looks like an RMSNorm, but {why}", span.line if span else None)
+    x: torch.Tensor
+    weight: torch.Tensor
+    gate: torch.Tensor | None
+    wanted: torch.Tensor
 
 
 def probe(view: ForwardView, norm: Norm) -> NormForm:
     """The first form of `kernels.rms_norm` that equals the module bit for bit, or `Refused`.
 
     The module's own forward runs on a stand-in with random weights, over rows of several scales
-    (so that eps counts) in several pairs of dtypes; inputs must be left as they were.
+    (so that eps counts) in several pairs of dtypes; inputs must be left as they were. The form found
+    must then hold for every pair of floating dtypes, and for inputs of other ranks.
     """
+    weighted = norm.weight is not None
+    forms: Iterator[NormForm] = norm_forms(weight=weighted, inverse=norm.inverse)  # type: ignore[arg-type]
+    if norm.inverse is None:  # torch's own
+        forms = (form for form in forms if (form.compute_dtype, form.inverse) == ("opmath", "rsqrt"))
+
+    def run(form: NormForm, sample: _Sample) -> torch.Tensor:
+        weight = sample.weight if weighted else None
+        return rms_norm(sample.x, weight, norm.eps, **form.keywords())  # type: ignore[arg-type]
+
+    return _first(view, norm, (form for form in forms if form.offset == norm.offset), run)
+
+
+def probe_gated(view: ForwardView, norm: Norm, act: str) -> GatedNormForm:
+    """The first form of `kernels.gated_rms_norm` that equals the module bit for bit, or `Refused`."""
+    weighted = norm.weight is not None
+    forms = gated_norm_forms(
+        gate_first=norm.gate_first,
+        weight=weighted,
+        inverse=norm.inverse,  # type: ignore[arg-type]
+        offset=norm.offset,
+    )
+    eps = norm.eps
+    assert eps is not None
+
+    def run(form: GatedNormForm, sample: _Sample) -> torch.Tensor:
+        weight, gate = sample.weight if weighted else None, sample.gate
+        assert gate is not None
+        size = norm.group_size or None
+        return gated_rms_norm(sample.x, gate, weight, eps, act=act, group_size=size, **form.keywords())  # type: ignore[arg-type]
+
+    return _first(view, norm, forms, run)
+
+
+def _first(
+    view: ForwardView,
+    norm: Norm,
+    forms: Iterator[Form],
+    run: Callable[[Form, _Sample], torch.Tensor],
+) -> Form:
+    samples = list(_samples(view, norm, NORM_PROBES, (ROWS,)))
+    with torch.no_grad():
+        for form in forms:
+            if all(_equal(run(form, sample), sample.wanted) for sample in samples):
+                break
+        else:
+            line = view.source.tree.lineno
+            raise Refused(
+                "not-this-function", "it looks like an RMSNorm, but no order of rounding gives its bits", line
+            )
+        for shape in SHAPES:
+            for sample in _samples(view, norm, tuple(itertools.product(DTYPES, DTYPES)), shape):
+                if not _equal(run(form, sample), sample.wanted):
+                    what = f"{list(sample.x.shape)}, {sample.x.dtype} with a weight of {sample.weight.dtype}"
+                    raise no_norm(f"for an input of {what} it gives other bits than the rest", None)
+    return form
+
+
+def _samples(
+    view: ForwardView,
+    norm: Norm,
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...],
+    shape: tuple[int, ...],
+) -> Iterator[_Sample]:
     generator = torch.Generator().manual_seed(20)
     given = norm.weight.meta["val"].shape[0] if norm.weight is not None else norm.input.meta["val"].shape[-1]
     width = given if given > 1 else WIDTH
     rows = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
     rows *= torch.logspace(-5, 2, ROWS, dtype=torch.float64)[:, None]
     weight = torch.randn(given, generator=generator, dtype=torch.float64) + 0.3
-    samples = []
-    for x_dtype, weight_dtype in NORM_PROBES:
-        x, w = rows.to(x_dtype), weight.to(weight_dtype)
-        samples.append((x, w, _run(view, norm, x, w)))
-    for form in norm_forms(weight=norm.weight is not None, inverse=norm.inverse):  # type: ignore[arg-type]
-        if form.offset == norm.offset and all(_equals(form, norm, *sample) for sample in samples):
-            return form
-    raise Refused(
-        "not-this-function",
-        "it looks like an RMSNorm, but no order of rounding gives its bits",
-        view.source.tree.lineno,
-    )
+    gates = torch.randn(ROWS, width, generator=generator, dtype=torch.float64) * 2
+    tried = set()
+    for x_dtype, weight_dtype in dtypes:
+        for gate_dtype in (x_dtype, torch.float32, torch.float64) if norm.gate is not None else (x_dtype,):
+            key = x_dtype, weight_dtype if norm.weight is not None else None, gate_dtype
+            if key in tried:
+                continue
+            tried.add(key)
+            x = rows.to(x_dtype).reshape(*shape, width)
+            gate = gates.to(gate_dtype).reshape(*shape, width) if norm.gate is not None else None
+            w = weight.to(weight_dtype)
+            yield _Sample(x, w, gate, _run(view, norm, x, w, gate))
 
 
-def _run(view: ForwardView, norm: Norm, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What the module's own forward makes of `x` with this weight."""
+def _run(
+    view: ForwardView, norm: Norm, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None
+) -> torch.Tensor:
+    """What the module's own forward makes of `x` with this weight and gate."""
 
     def call(module: torch.nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return module.forward(*args, **kwargs)
@@ -72,19 +144,45 @@ def _run(view: ForwardView, norm: Norm, x: torch.Tensor, weight: torch.Tensor) -
         if norm.weight.target not in kind:
             raise no_norm(f"its weight {norm.weight.target} is no parameter of its own", norm.weight)
         kind[str(norm.weight.target)] = weight
-    given = x.clone()
+    given = {str(norm.input.target): x.clone()}
+    if norm.gate is not None and gate is not None:
+        given[str(norm.gate.target)] = gate.clone()
+    kept = {name: value.clone() for name, value in given.items()}
+    args, kwargs = _arguments(view, given)
     try:
-        with torch.no_grad():
-            result = view.source.function(stand_in, given)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a dtype that does not suit
+            result = view.source.function(stand_in, *args, **kwargs)
     except Exception as error:
         raise no_norm(f"it fails on plain numbers ({type(error).__name__}: {error})", None) from None
-    if not torch.equal(given, x):
+    if not all(torch.equal(given[name], value) for name, value in kept.items()):
         raise Refused("input-written", "it writes into its input", view.source.tree.lineno)
     return result
 
 
-def _equals(form: NormForm, norm: Norm, x: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> bool:
-    own = weight if norm.weight is not None else None
-    with torch.no_grad():
-        result = rms_norm(x, own, norm.eps, **form.keywords())  # type: ignore[arg-type]
-    return result.dtype == wanted.dtype and torch.equal(result, wanted)
+def _arguments(view: ForwardView, given: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """`given` as the forward takes it; what else it requires is never read, and None."""
+    arguments = view.source.tree.args
+    args = [given.get(argument.arg) for argument in arguments.posonlyargs[1:]]
+    named = arguments.args[0 if arguments.posonlyargs else 1 :]
+    required = named[: len(named) - len(arguments.defaults)] if arguments.defaults else named
+    required += [
+        argument
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    ]
+    kwargs: dict[str, Any] = {argument.arg: None for argument in required}
+    kwargs.update({name: value for name, value in given.items() if name in {a.arg for a in _named(view)}})
+    return args, kwargs
+
+
+def _named(view: ForwardView) -> list[Any]:
+    arguments = view.source.tree.args
+    return [*arguments.args, *arguments.kwonlyargs]
+
+
+def _equal(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits, NaN where the other has."""
+    if got.dtype != wanted.dtype or got.shape != wanted.shape:
+        return False
+    return torch.equal(got, wanted) or bool(((got == wanted) | (got.isnan() & wanted.isnan())).all())

@@ -11,18 +11,18 @@ import torch
 
 ComputeDtype = Literal["float32", "float64", "opmath"] | None
 Normalized = Literal["input", "weight"] | None
-WeightDtype = Literal["compute"] | None
+WeightDtype = Literal["compute", "sum"] | None
 Output = Literal["input", "weight"] | None
 Inverse = Literal["rsqrt", "sqrt", "reciprocal", "pow"]
-Scaled = Literal["compute", "input", "rounded"]
+Scaled = Literal["compute", "input", "rounded", "weighted"]
 
 VALID: dict[str, tuple[str | None, ...]] = {
     "compute_dtype": ("float32", "float64", "opmath", None),
     "normalized": ("input", "weight", None),
-    "weight_dtype": (None, "compute"),
+    "weight_dtype": (None, "compute", "sum"),
     "output": (None, "input", "weight"),
     "inverse": ("rsqrt", "sqrt", "reciprocal", "pow"),
-    "scaled": ("compute", "input", "rounded"),
+    "scaled": ("compute", "input", "rounded", "weighted"),
 }
 
 NORM_PROBES = (
@@ -89,6 +89,7 @@ def norm_forms(*, weight: bool = True, inverse: Inverse | None = None) -> Iterat
 
 
 INVERSES: tuple[Inverse, ...] = ("rsqrt", "sqrt", "reciprocal", "pow")
+OUTPUTS: tuple[Output, ...] = (None, "input", "weight")
 
 # Of two equal ways to compute h only one is listed. Scaling x itself shows only where the
 # computing dtype is narrower than x's; a rounded factor leaves h in x's dtype, as "input" does.
@@ -100,6 +101,8 @@ HOW_H: tuple[tuple[ComputeDtype, Scaled], ...] = (
     ("float32", "rounded"),
     ("opmath", "rounded"),
     ("float64", "compute"),
+    (None, "weighted"),
+    ("float32", "weighted"),
 )
 
 
@@ -118,6 +121,13 @@ def _roundings(
     # No norm met so far computes in float64; a weight cast to it shows where an offset is added.
     only_own = compute == "float64" and not offset
     weight_dtypes: tuple[WeightDtype, ...] = (None,) if only_own else (None, "compute")
+    if offset and compute == "float32" and not rounded:
+        weight_dtypes += ("sum",)
+    if scaled == "weighted":
+        for weight_dtype, output in itertools.product(weight_dtypes, OUTPUTS):
+            if not (in_x_dtype and weight_dtype and output == "input"):
+                yield None, weight_dtype, output
+        return
     for weight_dtype in weight_dtypes:
         if not in_x_dtype:
             yield from (("input", weight_dtype, None), ("input", weight_dtype, "input"))
@@ -131,6 +141,8 @@ def _roundings(
 
 def _weightless() -> Iterator[NormForm]:
     for (compute, scaled), inverse in itertools.product(HOW_H, INVERSES):
+        if scaled == "weighted":
+            continue
         if compute is not None:
             yield NormForm(0.0, compute, "input", None, None, inverse, scaled)
         if scaled != "rounded":

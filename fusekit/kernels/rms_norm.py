@@ -12,10 +12,10 @@ from fusekit.kernels.norm_form import (
     ComputeDtype,
     Inverse,
     Normalized,
+    NormForm,
     Output,
     Scaled,
     WeightDtype,
-    check_form,
 )
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -49,11 +49,13 @@ def rms_norm(
     3. `inverse`: h * rsqrt(m) for "rsqrt", h / sqrt(m) for "sqrt", h * (1 / sqrt(m)) for
        "reciprocal", h * m ** -0.5 for "pow".
        `scaled`: what is scaled so: h for "compute"; x itself, by promotion, for "input" (T5, which
-       shows for a float64 x only); x itself, by a factor first rounded to x's dtype, for "rounded".
+       shows for a float64 x only); x itself, by a factor first rounded to x's dtype, for "rounded";
+       the product of h and the weight of step 5 for "weighted", which then takes no step 4.
     4. `normalized`: h is rounded to x's dtype for "input", to the weight's where that is bfloat16 or
        float16 for "weight" (T5), and kept for None (Olmo2, Gemma).
     5. `weight_dtype`: the weight as it is for None, in the dtype of step 1 for "compute" (Gemma).
-       `offset` is added to it in that dtype (Gemma, Qwen3-Next: 1.0).
+       `offset` is added to it in that dtype (Gemma, Qwen3-Next: 1.0); for "sum" it is added in the
+       weight's own dtype and the sum cast.
     6. The product of both, by torch's promotion, then `output`: as it is for None (Llama: a float32
        weight makes a float32 result), in x's dtype for "input", in the weight's for "weight".
 
@@ -65,36 +67,44 @@ def rms_norm(
     in Transformers 5.24 and of `torch.nn.RMSNorm` (compute_dtype="opmath", normalized=None,
     output="input").
     """
-    check_form(
-        offset=offset,
-        compute_dtype=compute_dtype,
-        normalized=normalized,
-        weight_dtype=weight_dtype,
-        output=output,
-        inverse=inverse,
-        scaled=scaled,
-    )
-    _check_tensors(x, weight, eps)
-    if weight is None:
-        _check_weightless(offset, normalized, weight_dtype, output)
+    form = NormForm(offset, compute_dtype, normalized, weight_dtype, output, inverse, scaled)
+    check_tensors(x, weight, eps, form)
+    return normalise(x, weight, eps, form, x.dtype)
 
-    compute = _compute(compute_dtype, x.dtype)
-    h = x if compute_dtype is None else x.to(compute)
-    mean_square = h.pow(2).mean(-1, keepdim=True) + (
-        torch.finfo(_opmath(x.dtype)).eps if eps is None else eps
-    )
-    h = _divide_by_root(h if scaled == "compute" else x, mean_square, inverse, rounded=scaled == "rounded")
 
-    if normalized == "input":
-        h = h.to(x.dtype)
+def normalise(
+    x: Tensor, weight: Tensor | None, eps: float | None, form: NormForm, own: torch.dtype, group: int = 0
+) -> Tensor:
+    """`rms_norm` in a form, arguments unchecked; `own` is what counts as x's dtype for step 4 and 6.
+
+    With `group`, the mean is over each so many features by themselves.
+    """
+    compute = compute_dtype_of(form, x.dtype)
+    h = x if form.compute_dtype is None else x.to(compute)
+    added = torch.finfo(_opmath(x.dtype)).eps if eps is None else eps
     if weight is not None:
-        if normalized == "weight" and weight.dtype in HALVES:
+        scale = weight.to(compute) if form.weight_dtype == "compute" else weight
+        scale = scale + form.offset if form.offset != 0 else scale
+        scale = scale.to(compute) if form.weight_dtype == "sum" else scale
+    if group:
+        x, h = x.unflatten(-1, (-1, group)), h.unflatten(-1, (-1, group))
+    mean_square = h.pow(2).mean(-1, keepdim=True) + added
+    base = h if form.scaled == "compute" else x
+    if form.scaled == "weighted":
+        base = scale * h
+    h = _divide_by_root(base, mean_square, form.inverse, rounded=form.scaled == "rounded")
+    h = h.flatten(-2) if group else h
+
+    if form.normalized == "input":
+        h = h.to(own)
+    if weight is not None:
+        if form.normalized == "weight" and weight.dtype in HALVES:
             h = h.to(weight.dtype)
-        scale = weight.to(compute) if weight_dtype == "compute" else weight
-        h = (scale + offset if offset != 0 else scale) * h
-        if output == "weight":
+        if form.scaled != "weighted":
+            h = scale * h
+        if form.output == "weight":
             h = h.to(weight.dtype)
-    return h.to(x.dtype) if output == "input" else h
+    return h.to(own) if form.output == "input" else h
 
 
 def _divide_by_root(h: Tensor, mean_square: Tensor, inverse: Inverse, rounded: bool) -> Tensor:
@@ -111,50 +121,58 @@ def _divide_by_root(h: Tensor, mean_square: Tensor, inverse: Inverse, rounded: b
     return h / scale if inverse == "sqrt" else h * scale
 
 
-def _compute(name: ComputeDtype, own: torch.dtype) -> torch.dtype:
-    if name is None:
+def compute_dtype_of(form: NormForm, own: torch.dtype) -> torch.dtype:
+    """The dtype of step 1 for an x of dtype `own`."""
+    if form.compute_dtype is None:
         return own
-    if name == "opmath":
+    if form.compute_dtype == "opmath":
         return _opmath(own)
-    return torch.float32 if name == "float32" else torch.float64
+    return torch.float32 if form.compute_dtype == "float32" else torch.float64
 
 
 def _opmath(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _check_tensors(x: Tensor, weight: Tensor | None, eps: float | None) -> None:
+def check_tensors(
+    x: Tensor, weight: Tensor | None, eps: float | None, form: NormForm, gated: bool = False
+) -> None:
+    """Raise `ValueError` for what `rms_norm`, or its gated version, cannot take, naming it."""
+    name = "gated_rms_norm" if gated else "rms_norm"
     if not x.is_floating_point():
-        raise ValueError(f"rms_norm: x has dtype {x.dtype}; it must be a floating point dtype")
+        raise ValueError(f"{name}: x has dtype {x.dtype}; it must be a floating point dtype")
     if x.ndim == 0:
-        raise ValueError("rms_norm: x has shape []; it needs a last dimension to take the mean over")
+        raise ValueError(f"{name}: x has shape []; it needs a last dimension to take the mean over")
     if weight is not None and weight.shape != x.shape[-1:]:
         if weight.ndim != 1 or 1 not in (weight.shape[0], x.shape[-1]):
             raise ValueError(
-                f"rms_norm: weight has shape {list(weight.shape)} and x has shape {list(x.shape)}; "
+                f"{name}: weight has shape {list(weight.shape)} and x has shape {list(x.shape)}; "
                 f"weight must have shape {list(x.shape[-1:])}, the last dimension of x, or [1]"
             )
     if eps is not None and not (isinstance(eps, float | int) and eps >= 0):
         raise ValueError(
-            f"rms_norm: eps is {eps!r}; it must be a number of at least 0, or None for torch's default"
+            f"{name}: eps is {eps!r}; it must be a number of at least 0, or None for torch's default"
         )
+    if weight is None:
+        _check_weightless(form, name)
+    elif form.scaled == "weighted" and form.normalized is not None:
+        raise ValueError(f'{name}: scaled="weighted" needs normalized=None, which nothing would round')
 
 
-def _check_weightless(
-    offset: float, normalized: Normalized, weight_dtype: WeightDtype, output: Output
-) -> None:
+def _check_weightless(form: NormForm, name: str) -> None:
     # Ignoring one of these would be a norm other than the one that was asked for.
     spoken = [
-        f"{name}={value!r}"
-        for name, value, idle in (
-            ("offset", offset, offset == 0),
-            ("normalized", normalized, normalized != "weight"),
-            ("weight_dtype", weight_dtype, weight_dtype is None),
-            ("output", output, output != "weight"),
+        f"{key}={value!r}"
+        for key, value, idle in (
+            ("offset", form.offset, form.offset == 0),
+            ("normalized", form.normalized, form.normalized != "weight"),
+            ("weight_dtype", form.weight_dtype, form.weight_dtype is None),
+            ("output", form.output, form.output != "weight"),
+            ("scaled", form.scaled, form.scaled != "weighted"),
         )
         if not idle
     ]
     if spoken:
         raise ValueError(
-            f"rms_norm: {', '.join(spoken)} needs a weight and weight is None; leave it out or pass one"
+            f"{name}: {', '.join(spoken)} needs a weight and weight is None; leave it out or pass one"
         )

@@ -6,7 +6,7 @@ import random
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CellType, FunctionType
 from typing import Any
 
@@ -18,7 +18,7 @@ from fusekit.forward import ForwardSource, NoSource, Span, forward_chain, source
 from fusekit.forward.edits import text_at
 from fusekit.forward.reads import SEES_NAMES, global_names
 from fusekit.forward.source import short_path
-from fusekit.tracing.inputs import Guess, guesses, made_up_inputs
+from fusekit.tracing.inputs import Guess, Inputs, guesses, made_up_inputs
 from fusekit.tracing.instrument import BIND, OPERAND, TEST, instrumented
 from fusekit.tracing.leaf import AttentionTable, is_attention_function, is_attention_table
 from fusekit.tracing.places import place_values
@@ -51,16 +51,26 @@ def trace(module: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     return run_trace(module, args, kwargs)
 
 
-def run_trace(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Trace:
-    """`trace` of the forward that `module`'s original class has, inside of its fused one too."""
+def run_trace(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    also: frozenset[str] = frozenset(),
+) -> Trace:
+    """`trace` of the forward that `module`'s original class has, inside of its fused one too.
+
+    `also` names optional parameters that are made up as if they were required.
+    """
     kwargs = kwargs or {}
     try:
-        return _run_trace(module, args, kwargs)
+        return _run_trace(module, args, kwargs, also)
     except Exception as error:  # what cannot even be set up: an object that forbids being looked at
         return _stopped_at_once(type(module).__name__, error)
 
 
-def _run_trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+def _run_trace(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], also: frozenset[str]
+) -> Trace:
     chain = forward_chain(module, original=True)
     try:
         source: ForwardSource | None = source_of(chain)
@@ -70,6 +80,7 @@ def _run_trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _Run(module, chain[-1], source, args, kwargs, []).trace()
     found: Trace | None = None
     for guess in guesses(chain[-1]):
+        guess = replace(guess, optional=guess.optional | also)
         again = _Run(module, chain[-1], source, *_made_up(module, chain[-1], guess)).trace()
         if found is None or again.complete or len(again.graph.nodes) > len(found.graph.nodes):
             found = again
@@ -99,6 +110,19 @@ def run_again(module: nn.Module, function: FunctionType, before: Trace, attribut
     """
     args, kwargs = before.inputs
     return _Run(module, function, None, args, kwargs, [], attributes).trace()
+
+
+def trace_function(
+    module: nn.Module, source: ForwardSource, inputs: Inputs, attributes: dict[str, Any]
+) -> Trace:
+    """The trace of `source`, the forward of `module` or another method of it, called with `inputs`.
+
+    `attributes` are put on the stand-in for `self`.
+    """
+    try:
+        return _Run(module, source.function, source, *inputs, [], attributes).trace()
+    except Exception as error:
+        return _stopped_at_once(type(module).__name__, error)
 
 
 def _stopped_at_once(name: str, error: Exception) -> Trace:

@@ -1,0 +1,597 @@
+"""The text of a norm's forward, and of the methods it calls: proof that it does nothing beside the norm.
+
+Where the forward branches on its own state, the fused line stands behind a test of that state and the
+original text stays below it.
+"""
+
+import ast
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from dataclasses import replace as replaced
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusekit.forward import NoSource, Span, source_of
+from fusekit.forward.reads import MISSING, attribute_chain, resolve
+from fusekit.fusions.match import Refused
+from fusekit.fusions.norm_graph import Norm, placeholders
+from fusekit.fusions.reading import METADATA_ATTRS, SCALARS, Reading, reads_plainly
+from fusekit.fusions.view import UNEVALUATED, ForwardView, evaluation
+from fusekit.tracing.schema import operator_name
+from fusekit.tracing.trace import trace_function
+
+DEPTH = 3  # how far methods that a method calls are read
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of a weight
+OPPOSITE = {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
+
+
+@dataclass
+class Text:
+    """What reading a forward found out.
+
+    `guards` are tests of the module's state, or of an input that is None, that hold where the norm is
+    what was traced. `kept` statements in front of the norm only raise. `by_weight_dtype` says that
+    branches on the weight's dtype stand in it, each arm of which was read.
+    """
+
+    guards: list[str] = field(default_factory=list)
+    kept: int = 0
+    by_weight_dtype: bool = False
+
+
+def read_text(view: ForwardView, norm: Norm) -> tuple[Text, "Frame"]:
+    """The forward's text read to its end, or `Refused` naming what it does besides the norm."""
+    for node in view.trace.graph.nodes:
+        if node.meta.get("written"):
+            span = node.meta.get("span")
+            raise Refused("input-written", f"{node.name} writes in place", span.line if span else None)
+    text, frame = _read(view, norm, None)
+    if text.by_weight_dtype:
+        for dtype in DTYPES:
+            other, _ = _read(view, norm, dtype)
+            if other.guards != text.guards:
+                raise _also(view, view.source.tree, "branches differently for another dtype of its weight")
+    return text, frame
+
+
+def _read(view: ForwardView, norm: Norm, dtype: torch.dtype | None) -> tuple[Text, "Frame"]:
+    """One reading of the forward as it is, or as it is with a weight of `dtype`."""
+    attributes: dict[str, Any] = {}
+    if dtype is not None and norm.weight is not None:
+        weight = norm.weight.meta["val"]
+        attributes = {str(norm.weight.target): weight.to(dtype)}
+        trace = trace_function(view.module, view.source, view.trace.inputs, attributes)
+        if not trace.complete:
+            raise _also(view, view.source.tree, f"cannot be followed for a weight of {dtype}")
+        view = replaced(view, trace=trace, _expressions={}, _given=set(), freed=set())
+    text = Text()
+    frame = Frame(view, norm=norm, text=text, attributes=attributes)
+    frame.read()
+    return text, frame
+
+
+def _also(view: ForwardView, node: ast.AST, what: str) -> Refused:
+    line = getattr(node, "lineno", view.source.tree.lineno)
+    return Refused("not-this-function", f"it looks like an RMSNorm, but it {what}", line)
+
+
+@dataclass
+class Frame(Reading):
+    """A reading of one function of the module: its forward, or a method that this calls."""
+
+    norm: Norm = None  # type: ignore[assignment]
+    text: Text = None  # type: ignore[assignment]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    caller: "Frame | None" = None
+    arguments: dict[str, ast.expr] = field(default_factory=dict)  # of a method, as the caller gives them
+    depth: int = 0
+    methods: list[tuple[ast.Call, "Frame"]] = field(default_factory=list)
+    pairs: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a caller's node -> the same one here
+    _reads: list[tuple[tuple[str, ...], ast.Attribute]] = field(default_factory=list)
+    _names: list[ast.Name] = field(default_factory=list)
+    _tests: set[ast.AST] = field(default_factory=set)
+    _skipped: set[ast.AST] = field(default_factory=set)
+    _decided: set[Span] = field(default_factory=set)
+    _freed: set[ast.AST] = field(default_factory=set)  # what the fused line says in its own words
+    _statement: ast.stmt | None = None
+
+    def read(self) -> None:
+        """Raise `Refused` unless the function does nothing but compute the norm."""
+        view = self.view
+        if view.source.wrappers and self.caller is not None:
+            raise _also(view, view.source.tree, f"calls {view.source.name}, which is decorated")
+        body = view.source.tree.body
+        if is_docstring(body[0]):
+            body = body[1:]
+        while self.caller is None and body and self._only_raises(body[0]):
+            self.text.kept += 1
+            body = body[1:]
+        self._block(body)
+        for span, truth in view.trace.branches.items():
+            if span not in self._decided:
+                test = view._expressions.get(span)
+                raise self._branch(test if test is not None else view.source.tree, truth)
+        self._check_reads()
+
+    # -- statements ---------------------------------------------------------------------------
+
+    def _block(self, statements: list[ast.stmt]) -> bool:
+        """Read statements in order; True where they return."""
+        for statement in statements:
+            self._statement = statement
+            if isinstance(statement, ast.If):
+                truth = self._decide(statement.test)
+                if self._block(statement.body if truth else statement.orelse):
+                    return True
+                continue
+            for inner in ast.walk(statement):
+                if isinstance(inner, ast.IfExp):
+                    truth = self._decide(inner.test)
+                    self._skipped.update(ast.walk(inner.test))
+                    self._skipped.update(ast.walk(inner.orelse if truth else inner.body))
+            try:
+                self.statement(statement)
+            except Refused as refused:
+                raise self._does(statement, refused) from None
+            self._expressions_of(statement, statement)
+            if isinstance(statement, ast.Return):
+                return True
+        return False
+
+    def _expressions_of(self, node: ast.AST, statement: ast.stmt) -> None:
+        for expression, _ in evaluation(node):
+            if expression in self._skipped:
+                continue
+            try:
+                self.expression(expression)
+            except Refused as refused:
+                if refused.message.startswith("it looks like"):
+                    raise
+                raise self._does(statement, refused) from None
+
+    def _does(self, statement: ast.stmt, refused: Refused) -> Refused:
+        line = self.view.text(statement).splitlines()[0]
+        return Refused(
+            "not-this-function", f"it looks like an RMSNorm, but it also does this: {line}", refused.line
+        )
+
+    def _only_raises(self, statement: ast.stmt) -> bool:
+        """Whether a statement in front of the norm does nothing, or raises: it stays where it is."""
+        if isinstance(statement, ast.If):
+            held = not statement.orelse and all(isinstance(inner, ast.Raise) for inner in statement.body)
+        else:
+            held = isinstance(statement, ast.Assert)
+        if not held or self.view.trace.branches.get(Span.of(statement.test)) is None:  # type: ignore[attr-defined]
+            return False
+        self._mark(statement.test)  # type: ignore[attr-defined]
+        self._expressions_of(statement.test, statement)  # type: ignore[attr-defined]
+        return True
+
+    # -- branches -----------------------------------------------------------------------------
+
+    def _mark(self, test: ast.expr) -> None:
+        self._tests.update(ast.walk(test))
+        self._decided.update(Span.of(node) for node in ast.walk(test) if isinstance(node, ast.expr))
+
+    def _decide(self, test: ast.expr) -> bool:
+        """Which way a test went. One of the module's state becomes a guard, of the weight's dtype none."""
+        truth = self.view.trace.branches.get(Span.of(test))
+        if truth is None:
+            raise self._branch(test, truth)
+        if self._asks_weight_dtype(test):
+            self.text.by_weight_dtype = True
+        elif self._asks_state(test):
+            guard = _negated(test) if not truth else ast.unparse(test)
+            if guard not in self.text.guards:
+                self.text.guards.append(guard)
+        else:
+            raise self._branch(test, truth)
+        self._mark(test)
+        return truth
+
+    def _branch(self, test: ast.AST, truth: Any) -> Refused:
+        said = " ".join(self.view.text(test).split()) if isinstance(test, ast.expr) else "something"
+        what = f"branches on `{said}`" + (f" (which was {truth} while tracing)" if truth is not None else "")
+        return _also(self.view, test, what)
+
+    def _asks_weight_dtype(self, test: ast.expr) -> bool:
+        """Whether a test compares the dtype of the weight with constant dtypes, and asks nothing else."""
+        if isinstance(test, ast.BoolOp):
+            return all(self._asks_weight_dtype(value) for value in test.values)
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self._asks_weight_dtype(test.operand)
+        if not isinstance(test, ast.Compare) or self.norm.weight is None:
+            return False
+        weight = (*str(self.norm.weight.target).split("."), "dtype")
+        sides = [test.left, *test.comparators]
+        asked = [side for side in sides if attribute_chain(side, self.view.source.self_name) == weight]
+        return bool(asked) and all(side in asked or self._is_dtypes(side) for side in sides)
+
+    def _is_dtypes(self, expression: ast.expr) -> bool:
+        if isinstance(expression, (ast.Tuple, ast.List, ast.Set)):
+            return all(self._is_dtypes(item) for item in expression.elts)
+        return isinstance(self._global(expression), torch.dtype)
+
+    def _global(self, expression: ast.expr) -> Any:
+        """The value of `name` or `module.name` where `name` is a global of the forward, else MISSING."""
+        base, names = expression, []
+        while isinstance(base, ast.Attribute):
+            names.append(base.attr)
+            base = base.value
+        if not isinstance(base, ast.Name) or self.view.stores(base.id):
+            return MISSING
+        value: Any = self.view.source.function.__globals__.get(base.id, MISSING)
+        while names and isinstance(value, types.ModuleType):
+            value = vars(value).get(names.pop(), MISSING)
+        return value if not names else MISSING
+
+    def _asks_state(self, test: ast.expr) -> bool:
+        """Whether a test reads the module's own plain state alone, so that it can be asked at the top."""
+        if isinstance(test, ast.BoolOp):
+            return all(self._asks_state(value) for value in test.values)
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self._asks_state(test.operand)
+        if not isinstance(test, ast.Compare):
+            return self._is_state(test, SCALARS)
+        sides = [test.left, *test.comparators]
+        if all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops):
+            return any(map(_is_none, sides)) and all(self._is_state(side, (object,)) for side in sides)
+        return all(self._is_state(side, SCALARS) or self._is_dtypes(side) for side in sides)
+
+    def _is_state(self, expression: ast.expr, kinds: tuple[type, ...]) -> bool:
+        if isinstance(expression, ast.Constant):
+            return True
+        own = self.view.source.self_name
+        if isinstance(expression, ast.Name):  # the gate, before anything else is stored under its name
+            gate = self.norm.gate
+            is_gate = gate is not None and self.caller is None and expression.id == str(gate.target)
+            return is_gate and kinds == (object,) and len(self.view.stores(expression.id)) == 1
+        chain = attribute_chain(expression, own)
+        if not chain or not reads_plainly(self.view.module, chain) or self._outer_self() != own:
+            return False
+        return isinstance(resolve(self.view.module, chain), kinds)
+
+    def _outer_self(self) -> str:
+        return self.view.source.self_name if self.caller is None else self.caller._outer_self()
+
+    # -- expressions --------------------------------------------------------------------------
+
+    def expression(self, expression: ast.expr) -> None:
+        if isinstance(expression, ast.Name) and expression not in self._tests:
+            self._names.append(expression)
+        if isinstance(expression, ast.Subscript) and self._is_activation_table(expression):
+            self.passed.add(expression)
+            return
+        super().expression(expression)
+
+    def _attribute(self, expression: ast.Attribute) -> None:
+        chain = attribute_chain(expression, self.view.source.self_name)
+        if chain and expression not in self._tests:
+            self._reads.append((chain, expression))
+        super()._attribute(expression)
+
+    def _call(self, call: ast.Call, nodes: list[fx.Node]) -> None:
+        chain = attribute_chain(call.func, self.view.source.self_name)
+        method = resolve(self.view.module, chain) if chain else None
+        if isinstance(method, types.MethodType):
+            return self._follow(call, chain, method, nodes)
+        if isinstance(call.func, ast.Subscript) and self._is_activation_table(call.func):
+            act = self.norm.act
+            is_act = [node.name for node in nodes] == [act.name] if act is not None else False
+            if is_act and len(call.args) == 1 and not call.keywords:
+                return None
+        return super()._call(call, nodes)
+
+    def _is_activation_table(self, expression: ast.Subscript) -> bool:
+        """Whether it is an entry of Transformers' table of activations, which makes the module anew."""
+        table = self._global(expression.value)
+        return type(table).__module__ == "transformers.activations" and isinstance(table, dict)
+
+    def _unpacks_plainly(self, expression: ast.expr | None, depth: int = 0) -> bool:
+        if isinstance(expression, ast.Name) and self._is_rest_of_shape(expression.id):
+            return True
+        return super()._unpacks_plainly(expression, depth)
+
+    def _is_rest_of_shape(self, name: str) -> bool:
+        """Whether a name is stored once, as the `*name` of an unpacked shape: it holds a list of numbers."""
+        found = [
+            node
+            for node in ast.walk(self.view.source.tree)
+            if isinstance(node, ast.Assign)
+            and any(
+                isinstance(part, ast.Starred)
+                and isinstance(part.value, ast.Name)
+                and part.value.id == name
+                and isinstance(part.ctx, ast.Store)
+                for target in node.targets
+                for part in ast.walk(target)
+            )
+        ]
+        return len(found) == 1 == len(self.view.stores(name)) and super()._unpacks_plainly(found[0].value)
+
+    # -- methods ------------------------------------------------------------------------------
+
+    def _follow(
+        self, call: ast.Call, chain: tuple[str, ...], method: types.MethodType, nodes: list[fx.Node]
+    ) -> None:
+        """Read a method of the module as the forward is read, on what it is called with."""
+        module, said = self.view.module, self.view.text(call.func)
+        function = method.__func__
+        if len(chain) > 1 or method.__self__ is not module or chain[0] in module.__dict__:
+            raise _also(self.view, call, f"calls {said}(), which is no method of its class")
+        if self.depth >= DEPTH:
+            raise _also(self.view, call, f"calls {said}(), a method too deep to be followed")
+        if not isinstance(function, types.FunctionType):
+            raise _also(self.view, call, f"calls {said}(), which is no plain method")
+        try:
+            source = source_of((function,))
+        except NoSource as error:
+            raise _also(self.view, call, f"calls {said}(), whose source cannot be read ({error})") from None
+        if source.tree.decorator_list:
+            raise _also(self.view, call, f"calls {said}(), which is decorated")
+        if any(isinstance(argument, ast.Starred) for argument in call.args) or any(
+            keyword.arg is None for keyword in call.keywords
+        ):
+            raise _also(self.view, call, f"calls {said}() with arguments that are not written out")
+        args = tuple(self._value(argument) for argument in call.args)
+        kwargs = {str(keyword.arg): self._value(keyword.value) for keyword in call.keywords}
+        trace = trace_function(module, source, (args, kwargs), self.attributes)
+        inner = ForwardView(module, source, trace)
+        made = [node for node in trace.graph.nodes if node.op not in UNEVALUATED]
+        if not trace.complete or list(map(_what, made)) != list(map(_what, nodes)):
+            raise _also(self.view, call, f"calls {said}(), which cannot be followed by itself")
+        parameters = [*source.tree.args.posonlyargs, *source.tree.args.args][1:]
+        arguments = dict(zip((p.arg for p in parameters), call.args, strict=False))
+        arguments.update({str(keyword.arg): keyword.value for keyword in call.keywords})
+        pairs = dict(zip(nodes, made, strict=True))
+        frame = Frame(
+            inner,
+            norm=self.norm,
+            text=self.text,
+            attributes=self.attributes,
+            caller=self,
+            arguments=arguments,
+            depth=self.depth + 1,
+            pairs=pairs,
+        )
+        frame.read()
+        self.methods.append((call, frame))
+
+    def _value(self, expression: ast.expr) -> Any:
+        """What an argument of a method was: a tensor on meta, a number, a plain attribute."""
+        nodes = self.view.nodes_at.get(expression)
+        if nodes:
+            return nodes[-1].meta["val"]
+        if isinstance(expression, ast.Constant):
+            return expression.value
+        chain = attribute_chain(expression, self.view.source.self_name)
+        if chain and reads_plainly(self.view.module, chain):
+            return self.attributes.get(".".join(chain), resolve(self.view.module, chain))
+        if isinstance(expression, ast.Name) and self._statement is not None:
+            before = self._statement.lineno
+            found = [
+                binding
+                for binding in self.view.trace.bindings
+                if binding.name == expression.id and binding.line is not None and binding.line < before
+            ]
+            nodes_by_name = {node.name: node for node in self.view.trace.graph.nodes}
+            if found and found[-1].node in nodes_by_name:
+                return nodes_by_name[found[-1].node].meta["val"]
+        said = self.view.text(expression)
+        raise _also(self.view, expression, f"calls a method with {said}, which is no tensor or number known")
+
+    # -- what may be read ---------------------------------------------------------------------
+
+    def _check_reads(self) -> None:
+        """The fused line reads the weight and eps alone: what else is read must not matter."""
+        weight = str(self.norm.weight.target) if self.norm.weight is not None else None
+        inside = {node.value for _, node in self._reads}
+        free = self._spoken()
+        for chain, node in self._reads:
+            if node in inside or node in self.view.called or node in free:
+                continue
+            if chain[0] == weight and (len(chain) == 1 or chain[1] in METADATA_ATTRS):
+                continue
+            said = self.view.text(node)
+            raise _also(self.view, node, f"reads {said}, which may be set to another value later")
+        own = {*placeholders(self.norm)} if self.caller is None else set(self.arguments)
+        inputs = {argument.arg for argument in _parameters(self.view.source.tree)}
+        for name in self._names:
+            if name.id in inputs - own and name not in free and isinstance(name.ctx, ast.Load):
+                raise _also(self.view, name, f"takes more than one input, and reads {name.id}")
+
+    def _spoken(self) -> set[ast.AST]:
+        """The expressions that the fused line says itself: eps, the activation's name, a group's size."""
+        found = self._freed
+        eps = self.eps()
+        if eps is not None:
+            self._said(eps)
+        for root in (self.act_name(), self.group_size()):
+            found.update(ast.walk(root) if root is not None else ())
+        size = self.group_size()
+        if size is not None:  # other sizes are made of it, on the way to the views
+            found.update(same for same in ast.walk(self.view.source.tree) if _same(same, size))
+        if self.norm.inverse is None:  # torch's own: it checks the shape of the weight against it
+            for node in self._own(self.norm.eps_node):
+                call = self.view.expression_at(node)
+                found.update(ast.walk(call) if call is not None else ())
+        return found
+
+    def _own(self, node: fx.Node | None) -> Iterator[fx.Node]:
+        """`node`, a node of the forward, as this frame's trace has it; nothing where another made it."""
+        if node is None:
+            return
+        if self.caller is None:
+            same = [one for one in self.view.trace.graph.nodes if one.name == node.name]
+            yield from same
+            return
+        for outer in self.caller._own(node):
+            if outer in self.pairs:
+                yield self.pairs[outer]
+
+    def eps(self) -> ast.expr | None:
+        """The expression in this function that eps is added from."""
+        for node in self._own(self.norm.eps_node):
+            for side in _sides(self.view.expression(node), self.norm.inverse is None):
+                if side is not None and self._is_value(side, self.norm.eps):
+                    return side
+        return None
+
+    def eps_text(self) -> str | None:
+        """eps as the forward can say it: a number, an attribute of the module, an input left alone."""
+        for _, frame in self.methods:
+            found = frame.eps_text()
+            if found is not None:
+                return found
+        side = self.eps()
+        return None if side is None else self._said(side)
+
+    def _said(self, side: ast.expr) -> str | None:
+        view, own = self.view, self.view.source.self_name
+        self._freed.update(ast.walk(side))
+        if isinstance(side, ast.Constant):
+            return repr(side.value) if self.caller is not None else view.text(side)
+        chain = attribute_chain(side, own)
+        if chain:
+            return ".".join((self._outer_self(), *chain))
+        if isinstance(side, ast.Name):
+            values = view.assigned(side.id)
+            if len(values) == 1 and not _is_parameter(view.source.tree, side.id):
+                return self._said(values[0])
+            if len(view.stores(side.id)) != 1:
+                return None
+            if self.caller is None:
+                return side.id
+            given = self.arguments.get(side.id, _default(view.source.tree, side.id))
+            if given is None:
+                return None
+            return self.caller._said(given) if side.id in self.arguments else _constant(given)
+        return None
+
+    def _is_value(self, side: ast.expr, value: Any) -> bool:
+        """Whether an expression has the value of eps, by plain reading alone."""
+        if isinstance(side, ast.Constant):
+            return type(side.value) is type(value) and side.value == value
+        chain = attribute_chain(side, self.view.source.self_name)
+        if chain:
+            found = resolve(self.view.module, chain)
+            plain = reads_plainly(self.view.module, chain) and isinstance(found, (int, float, type(None)))
+            return plain and found == value
+        if not isinstance(side, ast.Name):
+            return False
+        values = self.view.assigned(side.id)
+        if len(values) == 1 and not _is_parameter(self.view.source.tree, side.id):
+            return self._is_value(values[0], value)
+        if len(self.view.stores(side.id)) != 1:
+            return False
+        if self.caller is not None and side.id in self.arguments:
+            return self.caller._is_value(self.arguments[side.id], value)
+        default = _default(self.view.source.tree, side.id)
+        return isinstance(default, ast.Constant) and default.value == value
+
+    def act_name(self) -> ast.expr | None:
+        """The index into Transformers' table of activations, where the gate is activated so."""
+        for node in self._own(self.norm.act):
+            call = self.view.expression_at(node)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
+                if self._is_activation_table(call.func):
+                    return call.func.slice
+        return None
+
+    def value_of(self, expression: ast.expr) -> Any:
+        """The value of a constant or of a plain attribute of the module, else MISSING."""
+        if isinstance(expression, ast.Constant):
+            return expression.value
+        chain = attribute_chain(expression, self.view.source.self_name)
+        plain = chain and reads_plainly(self.view.module, chain)
+        return resolve(self.view.module, chain) if plain else MISSING
+
+    def group_size(self) -> ast.expr | None:
+        """The attribute of the module that is the size of a group, in the view that makes them."""
+        for node in self._own(self.norm.groups):
+            call = self.view.expression(node)
+            last = call.args[-1] if isinstance(call, ast.Call) and call.args else None
+            for side in ast.walk(last) if last is not None else ():
+                chain = attribute_chain(side, self.view.source.self_name)
+                if chain and reads_plainly(self.view.module, chain):
+                    if resolve(self.view.module, chain) == self.norm.group_size:
+                        assert isinstance(side, ast.expr)
+                        return side
+        return None
+
+
+def is_docstring(statement: ast.stmt) -> bool:
+    """Whether a statement is a text alone."""
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def _what(node: fx.Node) -> tuple[str, Any]:
+    return node.op, operator_name(node) or node.target
+
+
+def _same(node: ast.AST, other: ast.AST) -> bool:
+    return isinstance(node, ast.expr) and ast.unparse(node) == ast.unparse(other)
+
+
+def _parameters(tree: ast.FunctionDef) -> list[ast.arg]:
+    arguments = tree.args
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs][1:]
+    return found + [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+
+
+def _is_parameter(tree: ast.FunctionDef, name: str) -> bool:
+    return any(argument.arg == name for argument in _parameters(tree))
+
+
+def _default(tree: ast.FunctionDef, name: str) -> ast.expr | None:
+    """The default of a parameter, as it is written."""
+    positional = [*tree.args.posonlyargs, *tree.args.args]
+    pairs = list(zip(reversed(positional), reversed(tree.args.defaults), strict=False))
+    pairs += list(zip(tree.args.kwonlyargs, tree.args.kw_defaults, strict=True))  # type: ignore[arg-type]
+    return next((default for argument, default in pairs if argument.arg == name), None)
+
+
+def _constant(expression: ast.expr) -> str | None:
+    return repr(expression.value) if isinstance(expression, ast.Constant) else None
+
+
+def _sides(expression: ast.expr | None, is_call: bool) -> list[ast.expr]:
+    """The expressions that could be eps where it is added, or where torch's own rms_norm takes it."""
+    if isinstance(expression, ast.BinOp):
+        return [expression.left, expression.right]
+    if isinstance(expression, ast.Call):
+        named = [keyword.value for keyword in expression.keywords if keyword.arg in ("eps", "other")]
+        return [*named, *(expression.args[3:4] if is_call else expression.args)]
+    return []
+
+
+def _is_none(expression: ast.expr) -> bool:
+    return isinstance(expression, ast.Constant) and expression.value is None
+
+
+def _negated(test: ast.expr) -> str:
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return ast.unparse(test.operand)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in OPPOSITE:
+        left, right = ast.unparse(test.left), ast.unparse(test.comparators[0])
+        return f"{left} {OPPOSITE[type(test.ops[0])]} {right}"
+    text = ast.unparse(test)
+    return f"not {text}" if isinstance(test, (ast.Name, ast.Attribute)) else f"not ({text})"
+
+
+def joined(guards: list[str]) -> str:
+    """One test out of several."""
+    if len(guards) == 1:
+        return guards[0]
+    parsed = [ast.parse(guard, mode="eval").body for guard in guards]
+    return " and ".join(
+        f"({guard})" if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else guard
+        for guard, test in zip(guards, parsed, strict=True)
+    )
