@@ -120,7 +120,8 @@ def _without_source(module: nn.Module, error: NoSource) -> Analysis:
     """An objection where there would have been something to look for."""
     known = {id(linear) for linear in linears_in(module)}
     linears = [name for name, child in module.named_modules() if id(child) in known]
-    if len(linears) < 2 and not _has_norm_shape(module):
+    alone = not set(module._modules) - {"parametrizations"}
+    if len(linears) < 2 and not (alone and _has_norm_shape(module)):
         return NOTHING
     fusion = "columns" if len(linears) >= 2 else "rms_norm"
     return Analysis(
@@ -131,12 +132,13 @@ def _without_source(module: nn.Module, error: NoSource) -> Analysis:
 def _is_worth_tracing(module: nn.Module, source: ForwardSource) -> bool:
     """Whether the forward can call two linears, cut one in two, or be or hold a norm."""
     linears = len(linears_reached(module, source))
-    return (
-        linears >= 2
-        or (linears == 1 and _cuts(source))
-        or (_has_norm_shape(module) and _speaks_of_norms(original_class(module), source))
-        or "rsqrt" in global_names(source.function.__code__)
-    )
+    if linears >= 2 or (linears == 1 and _cuts(source)):
+        return True
+    if "rsqrt" in global_names(source.function.__code__):
+        return True
+    # What PyTorch wrote for a layer of its own is its own in a subclass of that, too.
+    own = not str(source.chain[-1].__module__).startswith("torch.")
+    return own and _has_norm_shape(module) and _speaks_of_norms(original_class(module), source)
 
 
 def _cuts(source: ForwardSource) -> bool:
@@ -148,15 +150,18 @@ def _cuts(source: ForwardSource) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _speaks_of_norms(cls: type, source: ForwardSource) -> bool:
-    """Whether the forward, or a method of the class that it names, takes a root or a power of something."""
-    names = set(global_names(source.function.__code__))
-    codes = [source.function.__code__]
-    for name in tuple(names):
-        method = inspect.getattr_static(cls, name, None)
-        if isinstance(method, FunctionType):
-            names.update(global_names(method.__code__))
-            codes.append(method.__code__)
-    names.update("pow" for code in codes for const in code.co_consts if const in (-0.5, 0.5))
+    """Whether the forward, or a method of the class that it reaches, takes a root or a power of something."""
+    names: set[str] = set()
+    todo, done = [source.function.__code__], set()
+    while todo:
+        code = todo.pop()
+        done.add(code)
+        new = set(global_names(code)) - names
+        names |= new
+        names.update("pow" for const in code.co_consts if const in (-0.5, 0.5))
+        methods = (inspect.getattr_static(cls, name, None) for name in new)
+        found = {method.__code__ for method in methods if isinstance(method, FunctionType)}
+        todo += found - done
     return any(name in ROOTS or "norm" in name.lower() for name in names)
 
 
@@ -166,7 +171,7 @@ def _has_norm_shape(module: nn.Module) -> bool:
     if len(own) > 2 or any(sum(size != 1 for size in parameter.shape) > 1 for parameter in own):
         return False
     children = [child for name, child in module._modules.items() if name != "parametrizations"]
-    return all(child is None or not any(child.parameters()) for child in children)
+    return all(child is None or next(child.parameters(), None) is None for child in children)
 
 
 def _counted_by_type(source: ForwardSource, trace: Trace | None) -> frozenset[tuple[str, ...]]:
@@ -269,4 +274,6 @@ def _objections_of_partial(view: ForwardView) -> list[Objection]:
         linears = tuple(name for name, child in view.module.named_modules() if id(child) in reached)
         if len(linears) > 1:
             found.append(Objection("columns", "trace-stopped", stopped.message, stopped.line, linears))
+        elif _has_norm_shape(view.module) and "norm" in original_class(view.module).__name__.lower():
+            found.append(Objection("rms_norm", "trace-stopped", stopped.message, stopped.line))
     return found

@@ -7,10 +7,10 @@ import torch.nn as nn
 
 from fusekit.forward import ForwardSource
 from fusekit.fusions.match import Match, Objection, Refused
-from fusekit.fusions.norm_graph import Norm, activation_of, no_norm, read_norm
+from fusekit.fusions.norm_graph import Norm, activation_of, looks_like_norm, no_norm, peeled, read_norm
 from fusekit.fusions.norm_probe import probe_gated
 from fusekit.fusions.norm_source import Frame, read_text
-from fusekit.fusions.rms_norm import eps_text, norm_edits
+from fusekit.fusions.rms_norm import eps_text, norm_edits, weight_and_eps
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing import Trace
 from fusekit.tracing.trace import run_trace
@@ -32,19 +32,22 @@ def find_gated_norms(view: ForwardView, kernels: str) -> Iterator[Match | Object
     `view` is of a trace with the gate given. Where the forward takes None for it too, the fused line
     stands behind a test for that.
     """
-    if sum(node.op == "placeholder" for node in view.trace.graph.nodes) < 2:
+    if not _is_gated(view):
         return
     try:
         norm = read_norm(view)
-    except Refused:
-        return  # `find_norms` says what it is
-    if norm.gate is None or norm.act is None:
-        return
-    try:
-        yield _match(view, norm, kernels)
+        if norm.gate is not None:
+            yield _match(view, norm, kernels)
     except Refused as refused:
         message = refused.message.replace("an RMSNorm", "a gated RMSNorm", 1)
         yield Objection("gated_rms_norm", refused.reason, message, refused.line)
+
+
+def _is_gated(view: ForwardView) -> bool:
+    """Whether a forward could be meant for a gated norm: it activates an input that is not its first."""
+    inputs = [node for node in view.trace.graph.nodes if node.op == "placeholder"]
+    activated = {peeled(node.args[0]) for node in view.trace.graph.nodes if activation_of(node)}
+    return looks_like_norm(view) and bool(activated & set(inputs[1:]))
 
 
 def _match(view: ForwardView, norm: Norm, kernels: str) -> Match:
@@ -52,21 +55,17 @@ def _match(view: ForwardView, norm: Norm, kernels: str) -> Match:
     text, frame = read_text(view, norm)
     eps = eps_text(view, norm, text, frame)
     name, act = _act(view, norm, frame)
-    form = probe_gated(view, norm, name)
-    own = view.source.self_name
-    arguments = [str(norm.input.target), str(norm.gate.target)]
-    if norm.weight is not None:
-        arguments += [f"{own}.{norm.weight.target}", eps]
-    else:
-        arguments.append(f"eps={eps}")
+    form = probe_gated(view, norm, name, text.kept > 0)
+    inputs = [str(norm.input.target), str(norm.gate.target)]
+    arguments = [*inputs, *weight_and_eps(view, norm, eps)]
     if act != '"silu"':
         arguments.append(f"act={act}")
     if norm.groups is not None:
         arguments.append(f"group_size={_group_size(view, norm, frame)}")
     if form.source():
         arguments.append(form.source())
-    call = f"{kernels}.gated_rms_norm({', '.join(arguments)})"
-    return Match("gated_rms_norm", (), norm_edits(view, text, call), view.source.tree.lineno)
+    edits = norm_edits(view, text, f"{kernels}.gated_rms_norm", ", ".join(arguments))
+    return Match("gated_rms_norm", (), edits, view.source.tree.lineno)
 
 
 def _act(view: ForwardView, norm: Norm, frame: Frame) -> tuple[str, str]:

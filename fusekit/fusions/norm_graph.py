@@ -87,12 +87,14 @@ def inner_norms(view: ForwardView) -> list[fx.Node]:
         name = operator_name(node)
         if name not in ("rsqrt", "sqrt") and not (name == "pow" and node.args[1:] in ((-0.5,), (0.5,))):
             continue
-        inner = _peeled(node.args[0])
+        inner = peeled(node.args[0])
         added = _operands(inner, "add") if inner is not None else None
         for side in added or (inner,):
-            mean = _peeled(side)
-            square = _peeled(mean.args[0]) if mean is not None and operator_name(mean) == "mean" else None
-            if square is not None and _is_square(square) and _last_dimension(mean):
+            mean = peeled(side)
+            if mean is None or operator_name(mean) != "mean" or not _last_dimension(mean):
+                continue
+            square = peeled(mean.args[0])
+            if square is not None and _is_square(square):
                 found.append(node)
                 break
     return found
@@ -102,6 +104,11 @@ def _check_kind(view: ForwardView, result: Any) -> None:
     """Raise for what is a norm of another kind, naming it."""
     if not isinstance(result, fx.Node):
         raise no_norm("it returns more than the normalised tensor", None)
+    for node in view.trace.graph.nodes:
+        if node.meta.get("written"):
+            span = node.meta.get("span")
+            why = f"it looks like an RMSNorm, but {node.name} writes in place"
+            raise Refused("input-written", why, span.line if span else None)
     for node in view.trace.graph.nodes:
         name = operator_name(node) or getattr(node.target, "__name__", "")
         if name in LIBRARY:
@@ -120,8 +127,8 @@ def _check_kind(view: ForwardView, result: Any) -> None:
 
 
 def _is_mean(node: Any) -> bool:
-    peeled = _peeled(node)
-    return peeled is not None and operator_name(peeled) == "mean"
+    inner = peeled(node)
+    return inner is not None and operator_name(inner) == "mean"
 
 
 class _Reader:
@@ -235,7 +242,7 @@ class _Reader:
 
     def _no_root(self, node: fx.Node) -> None:
         added = _operands(node, "add") or ()
-        if any(isinstance(side, fx.Node) and _is_root(_peeled(side)) for side in added):
+        if any(isinstance(side, fx.Node) and _is_root(peeled(side)) for side in added):
             raise no_norm("eps is added to the root, not under it", node)
         if operator_name(node) in CLAMPS:
             raise no_norm("the root is bounded from below, where an RMSNorm adds eps under it", node)
@@ -305,7 +312,7 @@ class _Reader:
             return None, 0
         whole = _shape(source)
         into = [node for node in self.reshaped if _shape(node) != whole]
-        sizes = {_shape(node)[-1] for node in into}
+        sizes = {shape[-1] for shape in map(_shape, into) if shape}
         if whole is not None and len(sizes) == 1:
             size = sizes.pop()
             grouped = (*whole[:-1], whole[-1] // size, size)
@@ -320,7 +327,7 @@ class _Reader:
         """`F.rms_norm(x, (d,), weight, eps)`: the operator itself, called in a forward."""
         self.seen.add(node)
         names = ("input", "normalized_shape", "weight", "eps")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         source = given.get("input")
         if not isinstance(source, fx.Node) or self.uncast(source) is not source:
             raise no_norm("its input is cast before F.rms_norm", node)
@@ -366,7 +373,8 @@ def _is_cast(node: Any) -> bool:
     )
 
 
-def _peeled(node: Any) -> fx.Node | None:
+def peeled(node: Any) -> fx.Node | None:
+    """The node under casts of dtype, None for what is none."""
     while _is_cast(node):
         node = node.args[0]
     return node if isinstance(node, fx.Node) else None

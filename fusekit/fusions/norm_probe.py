@@ -25,6 +25,7 @@ from fusekit.tracing.skeleton import Skeleton
 Form = TypeVar("Form")
 ROWS = 48  # of the probe: enough for a rounding that differs to show
 WIDTH = 16  # of its rows, where the weight says none: one of one element takes any
+NARROW = 64  # of rows and weight, where the module has more and takes less
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
 SHAPES = ((ROWS,), (2, ROWS // 2), (2, 2, ROWS // 4))  # of the rows, in the last confirmation
 
@@ -39,7 +40,7 @@ class _Sample:
     wanted: torch.Tensor
 
 
-def probe(view: ForwardView, norm: Norm) -> NormForm:
+def probe(view: ForwardView, norm: Norm, checks_width: bool) -> NormForm:
     """The first form of `kernels.rms_norm` that equals the module bit for bit, or `Refused`.
 
     The module's own forward runs on a stand-in with random weights, over rows of several scales
@@ -55,10 +56,10 @@ def probe(view: ForwardView, norm: Norm) -> NormForm:
         weight = sample.weight if weighted else None
         return rms_norm(sample.x, weight, norm.eps, **form.keywords())  # type: ignore[arg-type]
 
-    return _first(view, norm, (form for form in forms if form.offset == norm.offset), run)
+    return _first(view, norm, (form for form in forms if form.offset == norm.offset), run, checks_width)
 
 
-def probe_gated(view: ForwardView, norm: Norm, act: str) -> GatedNormForm:
+def probe_gated(view: ForwardView, norm: Norm, act: str, checks_width: bool) -> GatedNormForm:
     """The first form of `kernels.gated_rms_norm` that equals the module bit for bit, or `Refused`."""
     weighted = norm.weight is not None
     forms = gated_norm_forms(
@@ -76,7 +77,7 @@ def probe_gated(view: ForwardView, norm: Norm, act: str) -> GatedNormForm:
         size = norm.group_size or None
         return gated_rms_norm(sample.x, gate, weight, eps, act=act, group_size=size, **form.keywords())  # type: ignore[arg-type]
 
-    return _first(view, norm, forms, run)
+    return _first(view, norm, forms, run, checks_width)
 
 
 def _first(
@@ -84,8 +85,9 @@ def _first(
     norm: Norm,
     forms: Iterator[Form],
     run: Callable[[Form, _Sample], torch.Tensor],
+    checks_width: bool,
 ) -> Form:
-    samples = list(_samples(view, norm, NORM_PROBES, (ROWS,)))
+    samples = list(_samples(view, norm, NORM_PROBES, (ROWS,), checks_width))
     with torch.no_grad():
         for form in forms:
             if all(_equal(run(form, sample), sample.wanted) for sample in samples):
@@ -95,8 +97,9 @@ def _first(
             raise Refused(
                 "not-this-function", "it looks like an RMSNorm, but no order of rounding gives its bits", line
             )
-        for shape in SHAPES:
-            for sample in _samples(view, norm, tuple(itertools.product(DTYPES, DTYPES)), shape):
+        every = tuple(itertools.product(DTYPES, DTYPES))
+        for shape, dtypes in [(SHAPES[0], every), *((shape, every[:1]) for shape in SHAPES[1:])]:
+            for sample in _samples(view, norm, dtypes, shape, checks_width):
                 if not _equal(run(form, sample), sample.wanted):
                     what = f"{list(sample.x.shape)}, {sample.x.dtype} with a weight of {sample.weight.dtype}"
                     raise no_norm(f"for an input of {what} it gives other bits than the rest", None)
@@ -108,13 +111,16 @@ def _samples(
     norm: Norm,
     dtypes: tuple[tuple[torch.dtype, torch.dtype], ...],
     shape: tuple[int, ...],
+    checks_width: bool,
 ) -> Iterator[_Sample]:
     generator = torch.Generator().manual_seed(20)
     given = norm.weight.meta["val"].shape[0] if norm.weight is not None else norm.input.meta["val"].shape[-1]
     width = given if given > 1 else WIDTH
+    if width > NARROW and norm.groups is None and norm.inverse is not None and not checks_width:
+        width = NARROW
     rows = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
     rows *= torch.logspace(-5, 2, ROWS, dtype=torch.float64)[:, None]
-    weight = torch.randn(given, generator=generator, dtype=torch.float64) + 0.3
+    weight = torch.randn(min(given, width), generator=generator, dtype=torch.float64) + 0.3
     gates = torch.randn(ROWS, width, generator=generator, dtype=torch.float64) * 2
     tried = set()
     for x_dtype, weight_dtype in dtypes:

@@ -44,10 +44,6 @@ class Text:
 
 def read_text(view: ForwardView, norm: Norm) -> tuple[Text, "Frame"]:
     """The forward's text read to its end, or `Refused` naming what it does besides the norm."""
-    for node in view.trace.graph.nodes:
-        if node.meta.get("written"):
-            span = node.meta.get("span")
-            raise Refused("input-written", f"{node.name} writes in place", span.line if span else None)
     text, frame = _read(view, norm, None)
     if text.by_weight_dtype:
         for dtype in DTYPES:
@@ -177,7 +173,7 @@ class Frame(Reading):
         self._decided.update(Span.of(node) for node in ast.walk(test) if isinstance(node, ast.expr))
 
     def _decide(self, test: ast.expr) -> bool:
-        """Which way a test went. One of the module's state becomes a guard, of the weight's dtype none."""
+        """Which way a test went, where it asks the module's state (a guard then) or the weight's dtype."""
         truth = self.view.trace.branches.get(Span.of(test))
         if truth is None:
             raise self._branch(test, truth)
@@ -223,7 +219,8 @@ class Frame(Reading):
             base = base.value
         if not isinstance(base, ast.Name) or self.view.stores(base.id):
             return MISSING
-        value: Any = self.view.source.function.__globals__.get(base.id, MISSING)
+        names_of_module: dict[str, Any] = self.view.source.function.__globals__  # type: ignore[attr-defined]
+        value: Any = names_of_module.get(base.id, MISSING)
         while names and isinstance(value, types.ModuleType):
             value = vars(value).get(names.pop(), MISSING)
         return value if not names else MISSING
@@ -397,8 +394,11 @@ class Frame(Reading):
                 continue
             said = self.view.text(node)
             raise _also(self.view, node, f"reads {said}, which may be set to another value later")
+        tree = self.view.source.tree
         own = {*placeholders(self.norm)} if self.caller is None else set(self.arguments)
-        inputs = {argument.arg for argument in _parameters(self.view.source.tree)}
+        inputs = {argument.arg for argument in _parameters(tree)}
+        if self.caller is not None:  # what a method is not given is its default
+            own |= {name for name in inputs if _is_literal(_default(tree, name))}
         for name in self._names:
             if name.id in inputs - own and name not in free and isinstance(name.ctx, ast.Load):
                 raise _also(self.view, name, f"takes more than one input, and reads {name.id}")
@@ -556,6 +556,11 @@ def _default(tree: ast.FunctionDef, name: str) -> ast.expr | None:
     pairs = list(zip(reversed(positional), reversed(tree.args.defaults), strict=False))
     pairs += list(zip(tree.args.kwonlyargs, tree.args.kw_defaults, strict=True))  # type: ignore[arg-type]
     return next((default for argument, default in pairs if argument.arg == name), None)
+
+
+def _is_literal(expression: ast.expr | None) -> bool:
+    inner = expression.operand if isinstance(expression, ast.UnaryOp) else expression
+    return isinstance(inner, ast.Constant)
 
 
 def _constant(expression: ast.expr) -> str | None:

@@ -14,6 +14,8 @@ from fusekit.fusions.norm_probe import probe
 from fusekit.fusions.norm_source import Frame, Text, is_docstring, joined, read_text
 from fusekit.fusions.view import ForwardView
 
+LINE = 110  # what a line of a rewritten forward may be long
+
 
 def find_norms(view: ForwardView, kernels: str) -> Iterator[Match | Objection]:
     """A match when the forward as a whole is an RMSNorm, an objection when it only looks like one.
@@ -53,16 +55,19 @@ def _match(view: ForwardView, kernels: str) -> Match:
         raise no_norm("it normalises groups of features by themselves", norm.groups)
     text, frame = read_text(view, norm)
     eps = eps_text(view, norm, text, frame)
-    form = probe(view, norm)
-    arguments = [str(norm.input.target)]
-    if norm.weight is not None:
-        arguments += [f"{view.source.self_name}.{norm.weight.target}", eps]
-    else:
-        arguments.append(f"eps={eps}")
+    form = probe(view, norm, text.kept > 0)
+    arguments = [str(norm.input.target), *weight_and_eps(view, norm, eps)]
     if form.source():
         arguments.append(form.source())
-    call = f"{kernels}.rms_norm({', '.join(arguments)})"
-    return Match("rms_norm", (), norm_edits(view, text, call), view.source.tree.lineno)
+    edits = norm_edits(view, text, f"{kernels}.rms_norm", ", ".join(arguments))
+    return Match("rms_norm", (), edits, view.source.tree.lineno)
+
+
+def weight_and_eps(view: ForwardView, norm: Norm, eps: str) -> list[str]:
+    """The arguments of a norm's kernel that say its weight, where it has one, and its eps."""
+    if norm.weight is None:
+        return [f"eps={eps}"]
+    return [f"{view.source.self_name}.{norm.weight.target}", eps]
 
 
 def eps_text(view: ForwardView, norm: Norm, text: Text, frame: Frame) -> str:
@@ -84,15 +89,28 @@ def eps_text(view: ForwardView, norm: Norm, text: Text, frame: Frame) -> str:
     return found
 
 
-def norm_edits(view: ForwardView, text: Text, call: str) -> tuple[Edit, ...]:
-    """`return call` in the place of the body; above it, under a test, where the text had branches."""
+def norm_edits(view: ForwardView, text: Text, kernel: str, arguments: str) -> tuple[Edit, ...]:
+    """`return kernel(arguments)` in the place of the body; above it, under a test, where it branches."""
     body = view.source.tree.body
     body = body[1 if is_docstring(body[0]) else 0 :][text.kept :]
     start, end = Span.of(body[0]), Span.of(body[-1])
-    if not text.guards:
-        return (Edit(Span(start.line, start.column, end.end_line, end.end_column), f"return {call}"),)
     place, indent, begins = view.statement_start(body[0])
+    if not text.guards:
+        call = _call(kernel, arguments, indent if begins else None)
+        return (Edit(Span(start.line, start.column, end.end_line, end.end_column), call),)
     if not begins:
         raise no_norm("there is no line for the test that it needs", None)
-    step = "\t" if indent.endswith("\t") else "    "
-    return (Edit(place, f"if {joined(text.guards)}:\n{indent}{step}return {call}\n{indent}"),)
+    inner = indent + _step(indent)
+    return (Edit(place, f"if {joined(text.guards)}:\n{inner}{_call(kernel, arguments, inner)}\n{indent}"),)
+
+
+def _call(kernel: str, arguments: str, indent: str | None) -> str:
+    """The line that returns the kernel's result, cut where it would be longer than LINE."""
+    line = f"return {kernel}({arguments})"
+    if indent is None or len(indent) + len(line) <= LINE:
+        return line
+    return f"return {kernel}(\n{indent}{_step(indent)}{arguments}\n{indent})"
+
+
+def _step(indent: str) -> str:
+    return "\t" if indent.endswith("\t") else "    "

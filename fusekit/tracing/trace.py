@@ -120,7 +120,7 @@ def trace_function(
     `attributes` are put on the stand-in for `self`.
     """
     try:
-        return _Run(module, source.function, source, *inputs, [], attributes).trace()
+        return _Run(module, source.chain[-1], source, *inputs, [], attributes).trace()
     except Exception as error:
         return _stopped_at_once(type(module).__name__, error)
 

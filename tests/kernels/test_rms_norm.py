@@ -14,12 +14,14 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.gradium_phonon_tts.modeling_gradium_phonon_tts import GradiumPhononTTSTimestepNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.imagegpt.modeling_imagegpt import ImageGPTLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm, Llama4TextRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.moshi.modeling_moshi import MoshiRMSNorm
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextCenteredRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
@@ -54,6 +56,8 @@ WEIGHTED = [
     (Gemma3nRMSNorm, dict(WEIGHT_IN_FLOAT32, inverse="pow")),
     (T5LayerNorm, T5),
     (ImageGPTLayerNorm, IMAGEGPT),
+    (MuseSparkTextCenteredRMSNorm, dict(GEMMA, weight_dtype="sum")),
+    (GradiumPhononTTSTimestepNorm, dict(compute_dtype=None, normalized=None, scaled="weighted")),
 ]
 
 
@@ -198,10 +202,10 @@ def test_input_and_weight_are_not_written():
     [
         ("compute_dtype", torch.float32, 'one of "float32", "float64", "opmath", None'),
         ("normalized", "compute", 'one of "input", "weight", None'),
-        ("weight_dtype", "float32", 'one of None, "compute"'),
+        ("weight_dtype", "float32", 'one of None, "compute", "sum"'),
         ("output", "x", 'one of None, "input", "weight"'),
         ("inverse", "sqr", 'one of "rsqrt", "sqrt", "reciprocal", "pow"'),
-        ("scaled", None, 'one of "compute", "input", "rounded"'),
+        ("scaled", None, 'one of "compute", "input", "rounded", "weighted"'),
         ("offset", True, "a finite number"),
         ("offset", float("nan"), "a finite number"),
         ("eps", -1e-6, "a number of at least 0"),
@@ -229,12 +233,19 @@ def test_input_that_has_no_norm_raises(x):
 
 
 @pytest.mark.parametrize(
-    "argument", [{"offset": 1.0}, {"normalized": "weight"}, {"weight_dtype": "compute"}, {"output": "weight"}]
+    "argument",
+    [{"offset": 1.0}, {"normalized": "weight"}, {"weight_dtype": "compute"}, {"output": "weight"}]
+    + [{"scaled": "weighted"}],
 )
 def test_argument_about_the_weight_needs_one(argument):
     ((name, value),) = argument.items()
     with pytest.raises(ValueError, match=f"{name}={value!r} needs a weight"):
         rms_norm(torch.ones(2, 4), None, **argument)
+
+
+def test_weighted_scales_a_product_that_nothing_rounds():
+    with pytest.raises(ValueError, match='scaled="weighted" needs normalized=None'):
+        rms_norm(torch.ones(2, 4), torch.ones(4), scaled="weighted")
 
 
 def test_importing_kernels_imports_nothing_beyond_torch():
