@@ -241,6 +241,8 @@ def _describe(value: Any, owner: nn.Module, depth: int) -> Hashable:
         return type(value), tuple(value.shape), value.dtype, value.device.type
     if isinstance(value, types.MethodType) and value.__self__ is owner:
         return _method(value, owner, depth)
+    if isinstance(getattr(value, "__self__", None), torch.Tensor):  # `self.weight.float`: made anew when read
+        return type(value), value.__name__, describe(value.__self__, owner, depth)
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
         return _Same(value)
     if type(value) is functools.partial:

@@ -217,10 +217,13 @@ def _skipped(source: ForwardSource, trace: Trace) -> set[ast.AST]:
 
 
 def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) -> Analysis:
-    gated = _analyse_gated(module, source, inputs)
-    if gated is not None:
-        return gated
+    gated = trace_with_gate(module, source) if _has_norm_shape(module) else None
+    of_gated = _analyse_gated(module, source, gated, inputs)
+    if of_gated is not None:
+        return of_gated
     trace = run_trace(module, *(inputs or ()))
+    if not trace.complete and gated is not None and gated.complete:
+        trace = gated  # an input that may be left out is needed all the same
     view = ForwardView(module, source, trace)
     name = view.new_name("kernels")
     own = find_own(view, name)
@@ -242,9 +245,10 @@ def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) ->
     return Analysis(source, trace, tuple(checked), tuple(objections), name, inputs)
 
 
-def _analyse_gated(module: nn.Module, source: ForwardSource, inputs: Inputs | None) -> Analysis | None:
-    """The analysis of a forward that is, or all but is, a gated norm where its gate is given."""
-    trace = trace_with_gate(module, source) if _has_norm_shape(module) else None
+def _analyse_gated(
+    module: nn.Module, source: ForwardSource, trace: Trace | None, inputs: Inputs | None
+) -> Analysis | None:
+    """The analysis of a forward that is, or all but is, a gated norm: `trace` is one with its gate given."""
     if trace is None or not trace.complete:
         return None
     view = ForwardView(module, source, trace)
@@ -258,6 +262,11 @@ def _analyse_gated(module: nn.Module, source: ForwardSource, inputs: Inputs | No
     matches = tuple(one for one in found if isinstance(one, Match))
     objections = tuple(one for one in found if isinstance(one, Objection))
     return Analysis(source, trace, matches, objections, name, inputs)
+
+
+def _is_called_norm(view: ForwardView) -> bool:
+    names = global_names(view.source.function.__code__)
+    return "rsqrt" in names or "norm" in original_class(view.module).__name__.lower()
 
 
 def _objections_of_partial(view: ForwardView) -> list[Objection]:
@@ -274,6 +283,6 @@ def _objections_of_partial(view: ForwardView) -> list[Objection]:
         linears = tuple(name for name, child in view.module.named_modules() if id(child) in reached)
         if len(linears) > 1:
             found.append(Objection("columns", "trace-stopped", stopped.message, stopped.line, linears))
-        elif _has_norm_shape(view.module) and "norm" in original_class(view.module).__name__.lower():
+        elif _has_norm_shape(view.module) and _is_called_norm(view):
             found.append(Objection("rms_norm", "trace-stopped", stopped.message, stopped.line))
     return found

@@ -44,10 +44,10 @@ def find_gated_norms(view: ForwardView, kernels: str) -> Iterator[Match | Object
 
 
 def _is_gated(view: ForwardView) -> bool:
-    """Whether a forward could be meant for a gated norm: it activates an input that is not its first."""
+    """Whether a forward could be meant for a gated norm: it activates one of its inputs."""
     inputs = [node for node in view.trace.graph.nodes if node.op == "placeholder"]
     activated = {peeled(node.args[0]) for node in view.trace.graph.nodes if activation_of(node)}
-    return looks_like_norm(view) and bool(activated & set(inputs[1:]))
+    return looks_like_norm(view) and len(inputs) > 1 and bool(activated & set(inputs))
 
 
 def _match(view: ForwardView, norm: Norm, kernels: str) -> Match:
@@ -55,13 +55,13 @@ def _match(view: ForwardView, norm: Norm, kernels: str) -> Match:
     text, frame = read_text(view, norm)
     eps = eps_text(view, norm, text, frame)
     name, act = _act(view, norm, frame)
+    groups = [f"group_size={_group_size(view, norm, frame)}"] if norm.groups is not None else []
     form = probe_gated(view, norm, name, text.kept > 0)
     inputs = [str(norm.input.target), str(norm.gate.target)]
     arguments = [*inputs, *weight_and_eps(view, norm, eps)]
     if act != '"silu"':
         arguments.append(f"act={act}")
-    if norm.groups is not None:
-        arguments.append(f"group_size={_group_size(view, norm, frame)}")
+    arguments += groups
     if form.source():
         arguments.append(form.source())
     edits = norm_edits(view, text, f"{kernels}.gated_rms_norm", ", ".join(arguments))

@@ -362,15 +362,11 @@ def _is_cast(node: Any) -> bool:
         return False
     if node.target in ("float", "double", "half", "bfloat16"):
         return len(node.args) == 1 and not node.kwargs
-    if node.target == "type_as":
-        return True
     given = [*node.args[1:], *node.kwargs.values()]
-    return (
-        node.target == "to"
-        and len(given) == 1
-        and set(node.kwargs) <= {"dtype"}
-        and isinstance(given[0], (torch.dtype, fx.Node))
-    )
+    if node.target not in ("to", "type_as") or len(given) != 1 or not set(node.kwargs) <= {"dtype"}:
+        return False
+    # To the dtype and the device of another tensor: a parameter's device may be another one.
+    return isinstance(given[0], torch.dtype) or (isinstance(given[0], fx.Node) and given[0].op != "get_attr")
 
 
 def peeled(node: Any) -> fx.Node | None:

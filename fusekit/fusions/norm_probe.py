@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,11 +23,11 @@ from fusekit.kernels import (
 from fusekit.tracing.skeleton import Skeleton
 
 Form = TypeVar("Form")
-ROWS = 48  # of the probe: enough for a rounding that differs to show
+NUMBERS = 3072  # of the probe: enough for a rounding that differs to show
 WIDTH = 16  # of its rows, where the weight says none: one of one element takes any
 NARROW = 64  # of rows and weight, where the module has more and takes less
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
-SHAPES = ((ROWS,), (2, ROWS // 2), (2, 2, ROWS // 4))  # of the rows, in the last confirmation
+LEADING = ((-1,), (2, -1), (2, 2, -1))  # of its rows, in the last confirmation
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def probe(view: ForwardView, norm: Norm, checks_width: bool) -> NormForm:
     must then hold for every pair of floating dtypes, and for inputs of other ranks.
     """
     weighted = norm.weight is not None
-    forms: Iterator[NormForm] = norm_forms(weight=weighted, inverse=norm.inverse)  # type: ignore[arg-type]
+    listed = norm_forms(weight=weighted, inverse=norm.inverse)  # type: ignore[arg-type]
+    forms = (replace(form, offset=norm.offset) for form in listed if bool(form.offset) == bool(norm.offset))
     if norm.inverse is None:  # torch's own
         forms = (form for form in forms if (form.compute_dtype, form.inverse) == ("opmath", "rsqrt"))
 
@@ -56,17 +57,21 @@ def probe(view: ForwardView, norm: Norm, checks_width: bool) -> NormForm:
         weight = sample.weight if weighted else None
         return rms_norm(sample.x, weight, norm.eps, **form.keywords())  # type: ignore[arg-type]
 
-    return _first(view, norm, (form for form in forms if form.offset == norm.offset), run, checks_width)
+    return _first(view, norm, forms, run, checks_width)
 
 
 def probe_gated(view: ForwardView, norm: Norm, act: str, checks_width: bool) -> GatedNormForm:
     """The first form of `kernels.gated_rms_norm` that equals the module bit for bit, or `Refused`."""
     weighted = norm.weight is not None
-    forms = gated_norm_forms(
+    listed = gated_norm_forms(
         gate_first=norm.gate_first,
         weight=weighted,
         inverse=norm.inverse,  # type: ignore[arg-type]
-        offset=norm.offset,
+    )
+    forms = (
+        replace(form, norm=replace(form.norm, offset=norm.offset))
+        for form in listed
+        if bool(form.norm.offset) == bool(norm.offset)
     )
     eps = norm.eps
     assert eps is not None
@@ -87,7 +92,7 @@ def _first(
     run: Callable[[Form, _Sample], torch.Tensor],
     checks_width: bool,
 ) -> Form:
-    samples = list(_samples(view, norm, NORM_PROBES, (ROWS,), checks_width))
+    samples = list(_samples(view, norm, NORM_PROBES, (-1,), checks_width))
     with torch.no_grad():
         for form in forms:
             if all(_equal(run(form, sample), sample.wanted) for sample in samples):
@@ -98,7 +103,7 @@ def _first(
                 "not-this-function", "it looks like an RMSNorm, but no order of rounding gives its bits", line
             )
         every = tuple(itertools.product(DTYPES, DTYPES))
-        for shape, dtypes in [(SHAPES[0], every), *((shape, every[:1]) for shape in SHAPES[1:])]:
+        for shape, dtypes in [(LEADING[0], every), *((shape, every[:1]) for shape in LEADING[1:])]:
             for sample in _samples(view, norm, dtypes, shape, checks_width):
                 if not _equal(run(form, sample), sample.wanted):
                     what = f"{list(sample.x.shape)}, {sample.x.dtype} with a weight of {sample.weight.dtype}"
@@ -116,12 +121,14 @@ def _samples(
     generator = torch.Generator().manual_seed(20)
     given = norm.weight.meta["val"].shape[0] if norm.weight is not None else norm.input.meta["val"].shape[-1]
     width = given if given > 1 else WIDTH
-    if width > NARROW and norm.groups is None and norm.inverse is not None and not checks_width:
-        width = NARROW
-    rows = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
-    rows *= torch.logspace(-5, 2, ROWS, dtype=torch.float64)[:, None]
+    if norm.inverse is not None and not checks_width:
+        size = norm.group_size or 1
+        width = min(width, size * max(2, NARROW // size))
+    count = max(12, 4 * (NUMBERS // width // 4))
+    rows = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    rows *= torch.logspace(-5, 2, count, dtype=torch.float64)[:, None]
     weight = torch.randn(min(given, width), generator=generator, dtype=torch.float64) + 0.3
-    gates = torch.randn(ROWS, width, generator=generator, dtype=torch.float64) * 2
+    gates = torch.randn(count, width, generator=generator, dtype=torch.float64) * 2
     tried = set()
     for x_dtype, weight_dtype in dtypes:
         for gate_dtype in (x_dtype, torch.float32, torch.float64) if norm.gate is not None else (x_dtype,):

@@ -414,11 +414,26 @@ class Frame(Reading):
         size = self.group_size()
         if size is not None:  # other sizes are made of it, on the way to the views
             found.update(same for same in ast.walk(self.view.source.tree) if _same(same, size))
-        if self.norm.inverse is None:  # torch's own: it checks the shape of the weight against it
+        if self.norm.inverse is None:
             for node in self._own(self.norm.eps_node):
-                call = self.view.expression_at(node)
-                found.update(ast.walk(call) if call is not None else ())
+                found.update(self._call_of_torch(self.view.expression(node)))
         return found
+
+    def _call_of_torch(self, call: ast.expr | None) -> set[ast.AST]:
+        """What F.rms_norm is called with, which the fused line says; a weight pins the width, else x does."""
+        if not isinstance(call, ast.Call):  # in a method
+            return set()
+        given = dict(zip(("input", "normalized_shape", "weight", "eps"), call.args, strict=False))
+        given.update({str(keyword.arg): keyword.value for keyword in call.keywords})
+        if self.norm.weight is None:
+            weight, shape = given.get("weight"), given.get("normalized_shape")
+            if weight is not None and not _is_none(weight):
+                raise _also(self.view, weight, f"reads {self.view.text(weight)}, which may be set later")
+            x = str(self.norm.input.target)
+            widths = (f"{x}.shape[-1:]", f"({x}.shape[-1],)", f"[{x}.shape[-1]]", f"({x}.size(-1),)")
+            if shape is None or ast.unparse(shape) not in widths:
+                raise _also(self.view, call, "takes rows of one width alone, and no weight says which")
+        return set(ast.walk(call))
 
     def _own(self, node: fx.Node | None) -> Iterator[fx.Node]:
         """`node`, a node of the forward, as this frame's trace has it; nothing where another made it."""

@@ -85,6 +85,8 @@ def eps_text(view: ForwardView, norm: Norm, text: Text, frame: Frame) -> str:
             span.line if span else None,
         )
     if found.isidentifier() and found not in ("None", "True", "False"):
+        if "isinstance" in view.names - {found} and view.stores("isinstance"):
+            raise no_norm("isinstance is a name of its own", norm.eps_node)
         text.guards.append(f"isinstance({found}, float)")
     return found
 

@@ -69,7 +69,7 @@ class GatedNormForm:
 
 
 def gated_norm_forms(
-    *, gate_first: bool, weight: bool = True, inverse: Inverse | None = None, offset: float = 0.0
+    *, gate_first: bool, weight: bool = True, inverse: Inverse | None = None
 ) -> Iterator[GatedNormForm]:
     """Every form worth trying on a gated norm, fewest departures from the default first."""
     gates = itertools.product(
@@ -80,7 +80,6 @@ def gated_norm_forms(
         for gate_dtype, activated, gated in gates
         for normed in ((None,) if gate_first else (None, "input"))
         for norm in norm_forms(weight=weight, inverse=inverse)
-        if norm.offset == offset
     ]
     if not weight and not gate_first:  # without a weight nothing but the gate could ask for a last cast
         forms += [

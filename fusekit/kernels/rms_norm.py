@@ -6,6 +6,7 @@ the defaults are Llama's, and `NormForm` names a combination.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusekit.kernels.norm_form import (
@@ -18,6 +19,7 @@ from fusekit.kernels.norm_form import (
     WeightDtype,
 )
 
+TORCH = NormForm(compute_dtype="opmath", normalized=None, output="input")  # of PyTorch's own rms_norm
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -69,6 +71,8 @@ def rms_norm(
     """
     form = NormForm(offset, compute_dtype, normalized, weight_dtype, output, inverse, scaled)
     check_tensors(x, weight, eps, form)
+    if form == TORCH and (weight is None or (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:])):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     return normalise(x, weight, eps, form, x.dtype)
 
 
@@ -86,12 +90,10 @@ def normalise(
         scale = weight.to(compute) if form.weight_dtype == "compute" else weight
         scale = scale + form.offset if form.offset != 0 else scale
         scale = scale.to(compute) if form.weight_dtype == "sum" else scale
+    base = scale * h if form.scaled == "weighted" else h if form.scaled == "compute" else x
     if group:
-        x, h = x.unflatten(-1, (-1, group)), h.unflatten(-1, (-1, group))
+        base, h = base.unflatten(-1, (-1, group)), h.unflatten(-1, (-1, group))
     mean_square = h.pow(2).mean(-1, keepdim=True) + added
-    base = h if form.scaled == "compute" else x
-    if form.scaled == "weighted":
-        base = scale * h
     h = _divide_by_root(base, mean_square, form.inverse, rounded=form.scaled == "rounded")
     h = h.flatten(-2) if group else h
 

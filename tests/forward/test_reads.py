@@ -123,6 +123,14 @@ def test_methods_of_self_are_read_too(load):
     assert key_of(one) != key_of(two)
 
 
+def test_methods_of_a_parameter_are_the_same_each_time_they_are_read(load):
+    a = load(body("return x * self.q.weight.float() + self.b.norm()")).A()
+    before = key_of(a)
+    assert key_of(a) == before
+    a.q.half()
+    assert key_of(a) != before
+
+
 @pytest.mark.parametrize("first", ["self, *args", "*args"])
 def test_decorated_methods_of_self_are_read_too(load, first):
     deco = f"""

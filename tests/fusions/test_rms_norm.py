@@ -211,6 +211,12 @@ class FunctionalOfAnyWidth(nn.Module):
         return nn.functional.rms_norm(x, x.shape[-1:])
 
 
+class OtherOffset(Norm):
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * (self.weight + 0.5)
+
+
 class Buffered(Norm):
     def __init__(self):
         super().__init__()
@@ -247,6 +253,7 @@ SPELLINGS = [
     NoEps,
     Functional,
     FunctionalOfAnyWidth,
+    OtherOffset,
     Buffered,
 ]
 
@@ -542,6 +549,24 @@ class MovesAway(Norm):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
+class MovesToWeight(Norm):
+    def forward(self, x):
+        x = x.to(self.weight)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class OneWidth(nn.Module):
+    def forward(self, x):
+        return F.rms_norm(x, (16,))
+
+
+class WeightNotThere(nn.Module):
+    weight = None
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight)
+
+
 class MixedTest(T5ByDtype):
     lower = True
 
@@ -647,6 +672,9 @@ KINDS = {
     LikeAnother: "it takes more than one input, and reads like",
     OptionalResidual: "it branches on `residual is not None`",
     MovesAway: "its input is changed before it is normalised",
+    MovesToWeight: "its input is changed before it is normalised",
+    OneWidth: "it takes rows of one width alone, and no weight says which",
+    WeightNotThere: "it reads self.weight, which may be set later",
     MixedTest: "it branches on `self.weight.dtype == torch.float16 and x.dtype == torch.float32`",
     PrintsForHalf: 'it also does this: print("half")',
     MethodPrints: 'it also does this: print("normalising")',

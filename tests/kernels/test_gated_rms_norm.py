@@ -91,9 +91,7 @@ def test_keywords_are_those_of_the_signature_in_its_order():
     assert list(keywords.items()) == [("act", "silu"), ("group_size", None), *own.items(), *norm.items()]
 
 
-GATE_FIRST = [
-    form for form in gated_norm_forms(gate_first=True, offset=1.0) if form.norm.compute_dtype != "float64"
-]
+GATE_FIRST = [form for form in gated_norm_forms(gate_first=True) if form.norm.compute_dtype != "float64"]
 
 
 @settings(max_examples=60, deadline=None)
