@@ -49,6 +49,7 @@ class Analysis:
 
 NOTHING = Analysis(None, None)
 CUTS = frozenset({"chunk", "glu", "narrow", "split", "tensor_split", "unbind"})
+OTHER_NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
 ROOTS = frozenset({"rsqrt", "sqrt", "pow", "reciprocal"})
 
 
@@ -265,8 +266,9 @@ def _analyse_gated(
 
 
 def _is_called_norm(view: ForwardView) -> bool:
-    names = global_names(view.source.function.__code__)
-    return "rsqrt" in names or "norm" in original_class(view.module).__name__.lower()
+    """Whether a forward that could not be followed is meant for a norm, and for none of PyTorch's kinds."""
+    names, cls = global_names(view.source.function.__code__), original_class(view.module)
+    return "rsqrt" in names or ("norm" in cls.__name__.lower() and not issubclass(cls, OTHER_NORMS))
 
 
 def _objections_of_partial(view: ForwardView) -> list[Objection]:

@@ -27,7 +27,8 @@ NUMBERS = 3072  # of the probe: enough for a rounding that differs to show
 WIDTH = 16  # of its rows, where the weight says none: one of one element takes any
 NARROW = 64  # of rows and weight, where the module has more and takes less
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
-LEADING = ((-1,), (2, -1), (2, 2, -1))  # of its rows, in the last confirmation
+LEADING = ((-1,), (2, -1), (2, 2, -1))  # dimensions of its rows, in the last confirmation
+SWAPPED = (2, 3, -1)  # the same for rows whose first two dimensions lie in memory in another order
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def _first(
     checks_width: bool,
 ) -> Form:
     samples = list(_samples(view, norm, NORM_PROBES, (-1,), checks_width))
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own warns of two dtypes
         for form in forms:
             if all(_equal(run(form, sample), sample.wanted) for sample in samples):
                 break
@@ -103,11 +105,18 @@ def _first(
                 "not-this-function", "it looks like an RMSNorm, but no order of rounding gives its bits", line
             )
         every = tuple(itertools.product(DTYPES, DTYPES))
-        for shape, dtypes in [(LEADING[0], every), *((shape, every[:1]) for shape in LEADING[1:])]:
-            for sample in _samples(view, norm, dtypes, shape, checks_width):
+        for leading, dtypes in [(LEADING[0], every), *((other, every[:1]) for other in LEADING[1:])]:
+            for sample in _samples(view, norm, dtypes, leading, checks_width):
                 if not _equal(run(form, sample), sample.wanted):
                     what = f"{list(sample.x.shape)}, {sample.x.dtype} with a weight of {sample.weight.dtype}"
                     raise no_norm(f"for an input of {what} it gives other bits than the rest", None)
+        for sample in _samples(view, norm, NORM_PROBES, SWAPPED, checks_width):
+            got = run(form, sample)
+            if not _equal(got, sample.wanted) or got.stride() != sample.wanted.stride():
+                why = (
+                    "for an input that is not contiguous it lays its result out otherwise (factor before x?)"
+                )
+                raise no_norm(why, None)
     return form
 
 
@@ -124,7 +133,7 @@ def _samples(
     if norm.inverse is not None and not checks_width:
         size = norm.group_size or 1
         width = min(width, size * max(2, NARROW // size))
-    count = max(12, 4 * (NUMBERS // width // 4))
+    count = 12 * max(1, NUMBERS // width // 12)
     rows = torch.randn(count, width, generator=generator, dtype=torch.float64)
     rows *= torch.logspace(-5, 2, count, dtype=torch.float64)[:, None]
     weight = torch.randn(min(given, width), generator=generator, dtype=torch.float64) + 0.3
@@ -138,6 +147,9 @@ def _samples(
             tried.add(key)
             x = rows.to(x_dtype).reshape(*shape, width)
             gate = gates.to(gate_dtype).reshape(*shape, width) if norm.gate is not None else None
+            if shape is SWAPPED:
+                x = x.transpose(0, 1)
+                gate = gate.transpose(0, 1) if gate is not None else None
             w = weight.to(weight_dtype)
             yield _Sample(x, w, gate, _run(view, norm, x, w, gate))
 
@@ -164,7 +176,7 @@ def _run(
     args, kwargs = _arguments(view, given)
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a dtype that does not suit
+            warnings.simplefilter("ignore")
             result = view.source.function(stand_in, *args, **kwargs)
     except Exception as error:
         raise no_norm(f"it fails on plain numbers ({type(error).__name__}: {error})", None) from None

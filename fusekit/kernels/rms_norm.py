@@ -20,6 +20,7 @@ from fusekit.kernels.norm_form import (
 )
 
 TORCH = NormForm(compute_dtype="opmath", normalized=None, output="input")  # of PyTorch's own rms_norm
+TORCH_WEIGHTLESS = NormForm(compute_dtype="opmath")  # the same without a weight
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -71,7 +72,8 @@ def rms_norm(
     """
     form = NormForm(offset, compute_dtype, normalized, weight_dtype, output, inverse, scaled)
     check_tensors(x, weight, eps, form)
-    if form == TORCH and (weight is None or (weight.dtype, weight.shape) == (x.dtype, x.shape[-1:])):
+    of_torch = form == TORCH or (weight is None and form == TORCH_WEIGHTLESS)
+    if of_torch and (weight is None or weight.shape == x.shape[-1:]):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return normalise(x, weight, eps, form, x.dtype)
 

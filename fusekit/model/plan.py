@@ -230,7 +230,7 @@ def plan(
     with.
 
     `only` and `exclude`
-    name fusions (`qkv`, `kv`, `columns`, `glu`, `rms_norm`), `layers` are patterns of
+    name fusions (`qkv`, `kv`, `columns`, `glu`, `rms_norm`, `gated_rms_norm`), `layers` are patterns of
     module paths as in `fnmatch`; a pattern takes everything under what it matches. A module that
     is used in several places is named by the first, as `named_modules()` does.
 
