@@ -18,14 +18,27 @@ from fusekit.forward import NoSource, Span, source_of
 from fusekit.forward.reads import MISSING, attribute_chain, resolve
 from fusekit.fusions.match import Refused
 from fusekit.fusions.norm_graph import Norm, placeholders
-from fusekit.fusions.reading import METADATA_ATTRS, SCALARS, Reading, reads_plainly
+from fusekit.fusions.norm_text import (
+    asks_state,
+    asks_weight_dtype,
+    constant,
+    default_of,
+    global_value,
+    is_docstring,
+    is_literal,
+    is_none,
+    is_parameter,
+    negated,
+    parameters,
+    sides,
+)
+from fusekit.fusions.reading import METADATA_ATTRS, Reading, reads_plainly
 from fusekit.fusions.view import UNEVALUATED, ForwardView, evaluation
 from fusekit.tracing.schema import operator_name
 from fusekit.tracing.trace import trace_function
 
 DEPTH = 3  # how far methods that a method calls are read
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of a weight
-OPPOSITE = {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 
 
 @dataclass
@@ -177,10 +190,10 @@ class Frame(Reading):
         truth = self.view.trace.branches.get(Span.of(test))
         if truth is None:
             raise self._branch(test, truth)
-        if self._asks_weight_dtype(test):
+        if asks_weight_dtype(self.view, self.norm, test):
             self.text.by_weight_dtype = True
         elif self._asks_state(test):
-            guard = _negated(test) if not truth else ast.unparse(test)
+            guard = negated(test) if not truth else ast.unparse(test)
             if guard not in self.text.guards:
                 self.text.guards.append(guard)
         else:
@@ -193,63 +206,10 @@ class Frame(Reading):
         what = f"branches on `{said}`" + (f" (which was {truth} while tracing)" if truth is not None else "")
         return _also(self.view, test, what)
 
-    def _asks_weight_dtype(self, test: ast.expr) -> bool:
-        """Whether a test compares the dtype of the weight with constant dtypes, and asks nothing else."""
-        if isinstance(test, ast.BoolOp):
-            return all(self._asks_weight_dtype(value) for value in test.values)
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._asks_weight_dtype(test.operand)
-        if not isinstance(test, ast.Compare) or self.norm.weight is None:
-            return False
-        weight = (*str(self.norm.weight.target).split("."), "dtype")
-        sides = [test.left, *test.comparators]
-        asked = [side for side in sides if attribute_chain(side, self.view.source.self_name) == weight]
-        return bool(asked) and all(side in asked or self._is_dtypes(side) for side in sides)
-
-    def _is_dtypes(self, expression: ast.expr) -> bool:
-        if isinstance(expression, (ast.Tuple, ast.List, ast.Set)):
-            return all(self._is_dtypes(item) for item in expression.elts)
-        return isinstance(self._global(expression), torch.dtype)
-
-    def _global(self, expression: ast.expr) -> Any:
-        """The value of `name` or `module.name` where `name` is a global of the forward, else MISSING."""
-        base, names = expression, []
-        while isinstance(base, ast.Attribute):
-            names.append(base.attr)
-            base = base.value
-        if not isinstance(base, ast.Name) or self.view.stores(base.id):
-            return MISSING
-        names_of_module: dict[str, Any] = self.view.source.function.__globals__  # type: ignore[attr-defined]
-        value: Any = names_of_module.get(base.id, MISSING)
-        while names and isinstance(value, types.ModuleType):
-            value = vars(value).get(names.pop(), MISSING)
-        return value if not names else MISSING
-
     def _asks_state(self, test: ast.expr) -> bool:
-        """Whether a test reads the module's own plain state alone, so that it can be asked at the top."""
-        if isinstance(test, ast.BoolOp):
-            return all(self._asks_state(value) for value in test.values)
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._asks_state(test.operand)
-        if not isinstance(test, ast.Compare):
-            return self._is_state(test, SCALARS)
-        sides = [test.left, *test.comparators]
-        if all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops):
-            return any(map(_is_none, sides)) and all(self._is_state(side, (object,)) for side in sides)
-        return all(self._is_state(side, SCALARS) or self._is_dtypes(side) for side in sides)
-
-    def _is_state(self, expression: ast.expr, kinds: tuple[type, ...]) -> bool:
-        if isinstance(expression, ast.Constant):
-            return True
-        own = self.view.source.self_name
-        if isinstance(expression, ast.Name):  # the gate, before anything else is stored under its name
-            gate = self.norm.gate
-            is_gate = gate is not None and self.caller is None and expression.id == str(gate.target)
-            return is_gate and kinds == (object,) and len(self.view.stores(expression.id)) == 1
-        chain = attribute_chain(expression, own)
-        if not chain or not reads_plainly(self.view.module, chain) or self._outer_self() != own:
-            return False
-        return isinstance(resolve(self.view.module, chain), kinds)
+        gate = self.norm.gate if self.caller is None else None
+        same_self = self._outer_self() == self.view.source.self_name
+        return same_self and asks_state(self.view, str(gate.target) if gate is not None else None, test)
 
     def _outer_self(self) -> str:
         return self.view.source.self_name if self.caller is None else self.caller._outer_self()
@@ -284,7 +244,7 @@ class Frame(Reading):
 
     def _is_activation_table(self, expression: ast.Subscript) -> bool:
         """Whether it is an entry of Transformers' table of activations, which makes the module anew."""
-        table = self._global(expression.value)
+        table = global_value(self.view, expression.value)
         return type(table).__module__ == "transformers.activations" and isinstance(table, dict)
 
     def _unpacks_plainly(self, expression: ast.expr | None, depth: int = 0) -> bool:
@@ -396,9 +356,9 @@ class Frame(Reading):
             raise _also(self.view, node, f"reads {said}, which may be set to another value later")
         tree = self.view.source.tree
         own = {*placeholders(self.norm)} if self.caller is None else set(self.arguments)
-        inputs = {argument.arg for argument in _parameters(tree)}
+        inputs = {argument.arg for argument in parameters(tree)}
         if self.caller is not None:  # what a method is not given is its default
-            own |= {name for name in inputs if _is_literal(_default(tree, name))}
+            own |= {name for name in inputs if is_literal(default_of(tree, name))}
         for name in self._names:
             if name.id in inputs - own and name not in free and isinstance(name.ctx, ast.Load):
                 raise _also(self.view, name, f"takes more than one input, and reads {name.id}")
@@ -427,7 +387,7 @@ class Frame(Reading):
         given.update({str(keyword.arg): keyword.value for keyword in call.keywords})
         if self.norm.weight is None:
             weight, shape = given.get("weight"), given.get("normalized_shape")
-            if weight is not None and not _is_none(weight):
+            if weight is not None and not is_none(weight):
                 raise _also(self.view, weight, f"reads {self.view.text(weight)}, which may be set later")
             x = str(self.norm.input.target)
             widths = (f"{x}.shape[-1:]", f"({x}.shape[-1],)", f"[{x}.shape[-1]]", f"({x}.size(-1),)")
@@ -450,7 +410,7 @@ class Frame(Reading):
     def eps(self) -> ast.expr | None:
         """The expression in this function that eps is added from."""
         for node in self._own(self.norm.eps_node):
-            for side in _sides(self.view.expression(node), self.norm.inverse is None):
+            for side in sides(self.view.expression(node), self.norm.inverse is None):
                 if side is not None and self._is_value(side, self.norm.eps):
                     return side
         return None
@@ -474,16 +434,16 @@ class Frame(Reading):
             return ".".join((self._outer_self(), *chain))
         if isinstance(side, ast.Name):
             values = view.assigned(side.id)
-            if len(values) == 1 and not _is_parameter(view.source.tree, side.id):
+            if len(values) == 1 and not is_parameter(view.source.tree, side.id):
                 return self._said(values[0])
             if len(view.stores(side.id)) != 1:
                 return None
             if self.caller is None:
                 return side.id
-            given = self.arguments.get(side.id, _default(view.source.tree, side.id))
+            given = self.arguments.get(side.id, default_of(view.source.tree, side.id))
             if given is None:
                 return None
-            return self.caller._said(given) if side.id in self.arguments else _constant(given)
+            return self.caller._said(given) if side.id in self.arguments else constant(given)
         return None
 
     def _is_value(self, side: ast.expr, value: Any) -> bool:
@@ -498,13 +458,13 @@ class Frame(Reading):
         if not isinstance(side, ast.Name):
             return False
         values = self.view.assigned(side.id)
-        if len(values) == 1 and not _is_parameter(self.view.source.tree, side.id):
+        if len(values) == 1 and not is_parameter(self.view.source.tree, side.id):
             return self._is_value(values[0], value)
         if len(self.view.stores(side.id)) != 1:
             return False
         if self.caller is not None and side.id in self.arguments:
             return self.caller._is_value(self.arguments[side.id], value)
-        default = _default(self.view.source.tree, side.id)
+        default = default_of(self.view.source.tree, side.id)
         return isinstance(default, ast.Constant) and default.value == value
 
     def act_name(self) -> ast.expr | None:
@@ -538,80 +498,9 @@ class Frame(Reading):
         return None
 
 
-def is_docstring(statement: ast.stmt) -> bool:
-    """Whether a statement is a text alone."""
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
-
-
 def _what(node: fx.Node) -> tuple[str, Any]:
     return node.op, operator_name(node) or node.target
 
 
 def _same(node: ast.AST, other: ast.AST) -> bool:
     return isinstance(node, ast.expr) and ast.unparse(node) == ast.unparse(other)
-
-
-def _parameters(tree: ast.FunctionDef) -> list[ast.arg]:
-    arguments = tree.args
-    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs][1:]
-    return found + [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
-
-
-def _is_parameter(tree: ast.FunctionDef, name: str) -> bool:
-    return any(argument.arg == name for argument in _parameters(tree))
-
-
-def _default(tree: ast.FunctionDef, name: str) -> ast.expr | None:
-    """The default of a parameter, as it is written."""
-    positional = [*tree.args.posonlyargs, *tree.args.args]
-    pairs = list(zip(reversed(positional), reversed(tree.args.defaults), strict=False))
-    pairs += list(zip(tree.args.kwonlyargs, tree.args.kw_defaults, strict=True))  # type: ignore[arg-type]
-    return next((default for argument, default in pairs if argument.arg == name), None)
-
-
-def _is_literal(expression: ast.expr | None) -> bool:
-    inner = expression.operand if isinstance(expression, ast.UnaryOp) else expression
-    return isinstance(inner, ast.Constant)
-
-
-def _constant(expression: ast.expr) -> str | None:
-    return repr(expression.value) if isinstance(expression, ast.Constant) else None
-
-
-def _sides(expression: ast.expr | None, is_call: bool) -> list[ast.expr]:
-    """The expressions that could be eps where it is added, or where torch's own rms_norm takes it."""
-    if isinstance(expression, ast.BinOp):
-        return [expression.left, expression.right]
-    if isinstance(expression, ast.Call):
-        named = [keyword.value for keyword in expression.keywords if keyword.arg in ("eps", "other")]
-        return [*named, *(expression.args[3:4] if is_call else expression.args)]
-    return []
-
-
-def _is_none(expression: ast.expr) -> bool:
-    return isinstance(expression, ast.Constant) and expression.value is None
-
-
-def _negated(test: ast.expr) -> str:
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return ast.unparse(test.operand)
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in OPPOSITE:
-        left, right = ast.unparse(test.left), ast.unparse(test.comparators[0])
-        return f"{left} {OPPOSITE[type(test.ops[0])]} {right}"
-    text = ast.unparse(test)
-    return f"not {text}" if isinstance(test, (ast.Name, ast.Attribute)) else f"not ({text})"
-
-
-def joined(guards: list[str]) -> str:
-    """One test out of several."""
-    if len(guards) == 1:
-        return guards[0]
-    parsed = [ast.parse(guard, mode="eval").body for guard in guards]
-    return " and ".join(
-        f"({guard})" if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) else guard
-        for guard, test in zip(guards, parsed, strict=True)
-    )

@@ -11,7 +11,8 @@ from fusekit.forward import Edit, Span
 from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.norm_graph import Norm, inner_norms, looks_like_norm, no_norm, read_norm
 from fusekit.fusions.norm_probe import probe
-from fusekit.fusions.norm_source import Frame, Text, is_docstring, joined, read_text
+from fusekit.fusions.norm_source import Frame, Text, read_text
+from fusekit.fusions.norm_text import is_docstring, joined
 from fusekit.fusions.view import ForwardView
 
 LINE = 110  # what a line of a rewritten forward may be long

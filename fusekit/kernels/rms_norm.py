@@ -62,7 +62,8 @@ def rms_norm(
     6. The product of both, by torch's promotion, then `output`: as it is for None (Llama: a float32
        weight makes a float32 result), in x's dtype for "input", in the weight's for "weight".
 
-    Without a weight steps 5 and 6 are the cast of `output` alone.
+    Without a weight steps 5 and 6 are the cast of `output` alone. The form of `torch.nn.RMSNorm` is
+    computed by PyTorch's own operator.
 
     Raises `ValueError` for an argument outside these values, a weight of another shape, an x
     that is not floating point or has no dimension, and, without a weight, for an argument that speaks

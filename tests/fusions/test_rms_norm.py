@@ -902,6 +902,14 @@ def test_eps_of_a_method_is_read_from_the_instance():
     assert torch.equal(model(ROWS), changed) and not torch.equal(changed, want)
 
 
+def test_like_instances_share_one_analysis():
+    # `self.weight.float` is another object each time it is read.
+    one, two = GemmaByMethod(), GemmaByMethod()
+    assert fk.plan(one).sites[0].analysis is fk.plan(two).sites[0].analysis
+    two.half()
+    assert fk.plan(one).sites[0].analysis is not fk.plan(two).sites[0].analysis
+
+
 class Overrides(GemmaByMethod):
     def _norm(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
