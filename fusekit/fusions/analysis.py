@@ -25,6 +25,9 @@ from fusekit.fusions.glu import find_glus
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.merge import find_merges, sibling_groups
 from fusekit.fusions.own import find_own, own_fusions
+=======
+from fusekit.fusions.norm_graph import LENGTHS, MEANS, ROOTS
+>>>>>>> e5b6d92 (A norm that cannot be followed is named where it takes a mean)
 from fusekit.fusions.reached import linears_in, linears_reached
 from fusekit.fusions.rms_norm import find_norms
 from fusekit.fusions.roles import role
@@ -50,7 +53,6 @@ class Analysis:
 NOTHING = Analysis(None, None)
 CUTS = frozenset({"chunk", "glu", "narrow", "split", "tensor_split", "unbind"})
 OTHER_NORMS = (nn.GroupNorm, nn.LayerNorm, nn.modules.batchnorm._NormBase)
-ROOTS = frozenset({"rsqrt", "sqrt", "pow", "reciprocal"})
 
 
 @dataclass
@@ -149,11 +151,16 @@ def _cuts(source: ForwardSource) -> bool:
     return sliced or not CUTS.isdisjoint(global_names(code))
 
 
-@functools.lru_cache(maxsize=4096)
 def _speaks_of_norms(cls: type, source: ForwardSource) -> bool:
-    """Whether the forward, or a method of the class that it reaches, takes a root or a power of something."""
+    """Whether a forward takes a root or a power of something, or says norm."""
+    return any(name in ROOTS or "norm" in name.lower() for name in _names_reached(cls, source))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_reached(cls: type, source: ForwardSource) -> frozenset[str]:
+    """The names in a forward and in the methods of the class that it reaches; "pow" for an exponent."""
     names: set[str] = set()
-    todo, done = [source.function.__code__], set()
+    todo, done = {source.function.__code__}, set()
     while todo:
         code = todo.pop()
         done.add(code)
@@ -161,9 +168,8 @@ def _speaks_of_norms(cls: type, source: ForwardSource) -> bool:
         names |= new
         names.update("pow" for const in code.co_consts if const in (-0.5, 0.5))
         methods = (inspect.getattr_static(cls, name, None) for name in new)
-        found = {method.__code__ for method in methods if isinstance(method, FunctionType)}
-        todo += found - done
-    return any(name in ROOTS or "norm" in name.lower() for name in names)
+        todo |= {method.__code__ for method in methods if isinstance(method, FunctionType)} - done
+    return frozenset(names)
 
 
 def _has_norm_shape(module: nn.Module) -> bool:
@@ -267,8 +273,10 @@ def _analyse_gated(
 
 def _is_called_norm(view: ForwardView) -> bool:
     """Whether a forward that could not be followed is meant for a norm, and for none of PyTorch's kinds."""
-    names, cls = global_names(view.source.function.__code__), original_class(view.module)
-    return "rsqrt" in names or ("norm" in cls.__name__.lower() and not issubclass(cls, OTHER_NORMS))
+    cls = original_class(view.module)
+    names = _names_reached(cls, view.source)
+    is_called = "norm" in cls.__name__.lower() and not issubclass(cls, OTHER_NORMS)
+    return ("rsqrt" in names or is_called) and not names.isdisjoint(MEANS | LENGTHS | {"rms_norm"})
 
 
 def _objections_of_partial(view: ForwardView) -> list[Objection]:

@@ -1,5 +1,6 @@
 """The RMSNorm, gated or not, that a forward's graph is, and where its parts stand; else what it is."""
 
+import ast
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ def inner_norms(view: ForwardView) -> list[fx.Node]:
 def _check_kind(view: ForwardView, result: Any) -> None:
     """Raise for what is a norm of another kind, naming it."""
     if not isinstance(result, fx.Node):
-        raise no_norm("it returns more than the normalised tensor", None)
+        why = "it looks like an RMSNorm, but it returns more than the normalised tensor"
+        returns = [node.lineno for node in ast.walk(view.source.tree) if isinstance(node, ast.Return)]
+        raise Refused("not-this-function", why, max(returns, default=view.source.tree.lineno))
     for node in view.trace.graph.nodes:
         if node.meta.get("written"):
             span = node.meta.get("span")

@@ -704,12 +704,36 @@ def test_near_norm_is_refused_and_says_which_kind(cls):
 
 
 def test_refusal_names_the_line_that_decides():
+    first = ReturnsMore.forward.__code__.co_firstlineno
+    assert fk.plan(ReturnsMore()).refusals[0].line == first + 2
     first = EpsOutside.forward.__code__.co_firstlineno
     assert fk.plan(EpsOutside()).refusals[0].line == first + 1
     first = PrintsForHalf.forward.__code__.co_firstlineno
     assert fk.plan(PrintsForHalf()).refusals[0].line == first + 3
     first = MethodPrints._norm.__code__.co_firstlineno
     assert fk.plan(MethodPrints()).refusals[0].line == first + 1
+
+
+class Shapes(Norm):
+    def forward(self, x):
+        x = x.reshape(7, 3, 16)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class FrozenBatchNorm(Norm):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("variance", torch.rand(5))
+
+    def forward(self, x):
+        return x * torch.rsqrt(self.variance + self.eps)
+
+
+def test_norm_that_cannot_be_followed_is_named():
+    (refusal,) = fk.plan(Shapes()).refusals
+    assert (refusal.fusion, refusal.reason) == ("rms_norm", "trace-stopped")
+    assert refusal.line == Shapes.forward.__code__.co_firstlineno + 1
+    assert fk.plan(FrozenBatchNorm()).refusals == ()  # no mean of anything
 
 
 class NormInsideOfMore(nn.Module):
