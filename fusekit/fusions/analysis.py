@@ -24,10 +24,8 @@ from fusekit.fusions.gated_rms_norm import find_gated_norms, trace_with_gate
 from fusekit.fusions.glu import find_glus
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.merge import find_merges, sibling_groups
-from fusekit.fusions.own import find_own, own_fusions
-=======
 from fusekit.fusions.norm_graph import LENGTHS, MEANS, ROOTS
->>>>>>> e5b6d92 (A norm that cannot be followed is named where it takes a mean)
+from fusekit.fusions.own import find_own, own_fusions
 from fusekit.fusions.reached import linears_in, linears_reached
 from fusekit.fusions.rms_norm import find_norms
 from fusekit.fusions.roles import role
