@@ -6,7 +6,7 @@ from typing import Any
 
 from fusekit.forward import Edit
 
-FUSIONS = ("qkv", "kv", "columns", "glu", "rms_norm", "gated_rms_norm")  # those that fusekit finds by itself
+FUSIONS = ("qkv", "kv", "mla", "columns", "glu", "rms_norm", "gated_rms_norm")  # those that fusekit finds by itself
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class Match:
     """One place of a class's forward where a fusion applies, the same for all like instances.
 
     `parts` are the linears whose weights become rows of one storage, kept on the instance as
-    `storage`, and `order` the same in the order of their calls; `copied` says that a slice of the
+    `storage`, and `order` the same in the order of their calls, without those that are called only
+    where a setting says so; `copied` says that a slice of the
     product will not do for an output. `norms` are submodules that must be proven RMSNorms and
     `activations` ones that must be exactly a known activation, both without hooks: the proof leans
     on them. `linears` are other linears that run between the parts and must be plain.

@@ -1,6 +1,6 @@
 """q(x), k(x), v(x) -> q, k, v = merged(x): sibling linears of one input multiply once.
 
-`qkv`, `kv` and `columns` are roles of this one merge.
+`qkv`, `kv`, `mla` and `columns` are roles of this one merge.
 """
 
 import ast
@@ -13,53 +13,86 @@ from fusekit.forward import Edit, Span
 from fusekit.forward.reads import attribute_chain
 from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.prover import Proof, movable
-from fusekit.fusions.roles import attention_operands, role, sources
+from fusekit.fusions.roles import RANKS, attention_operands, role, sources
 from fusekit.fusions.view import ForwardView
 
 
 def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objection]:
     """A match or an objection for each group of linears that read one value.
 
-    Linears whose path is in `taken` belong to another fusion's match or refusal, unless that set them
-    free (`view.freed`).
+    Where not all of a group can be merged the most that can are, and an objection says why the others
+    are left out. Linears whose path is in `taken` belong to another fusion's match or refusal, unless
+    that set them free (`view.freed`).
     """
-    seen: set[frozenset[ast.Call]] = set()
+    seen: set[frozenset[ast.expr | None]] = set()
+    merged: set[Edit] = set()
     for group in sibling_groups(view):
         nodes = [node for node in group if node.target not in taken or node.target in view.freed]
-        if len(nodes) > 1:
-            yield from _merged(view, nodes, seen)
+        calls = frozenset(view.expression(node) for node in nodes)
+        if len(nodes) < 2 or calls in seen:  # the same calls again, in another round of a loop
+            continue
+        seen.add(calls)
+        for found in _merged(view, nodes):
+            if isinstance(found, Match):
+                if any(edit.span == other.span for edit in found.edits[1:] for other in merged):
+                    continue  # some of them again, in another round
+                merged.update(found.edits[1:])
+            yield found
     yield from _apart(view)
 
 
-def _merged(
-    view: ForwardView, nodes: list[fx.Node], seen: set[frozenset[ast.Call]]
-) -> Iterator[Match | Objection]:
-    """The merge of `nodes`; else the objection, and the merges of those that read it by one name."""
+def _merged(view: ForwardView, nodes: list[fx.Node]) -> Iterator[Match | Objection]:
+    """The merge of `nodes`; else that of the most of them that is safe, and what the others stop at."""
     fusion, ordered = role(view.trace, nodes)
     try:
-        calls = frozenset(merged_calls(view, ordered))
-        if calls in seen:  # the same calls again, in another round of a loop
-            return
-        seen.add(calls)
-        match = merge_match(view, fusion, ordered)
-        if len({node.args for node in nodes}) > 1:
-            raise Refused("input-written", "the input is written between the parts", _line(nodes[-1]))
-        yield match
+        yield _match(view, nodes)
+        return
     except Refused as refused:
-        yield refused.objection(fusion, tuple(str(node.target) for node in ordered))
-        for some in _by_name(view, nodes):
-            if _several(some) and len(some) < len(nodes):
-                yield from _merged(view, some, seen)
+        why = refused
+    best = _largest(view, nodes)
+    parts = tuple(dict.fromkeys(str(node.target) for node in ordered))
+    if not best:
+        yield why.objection(fusion, parts)
+        return
+    yield _match(view, best)
+    names = {node.target for node in best}
+    rest = [node for node in nodes if node.target not in names]
+    label = fusion if role(view.trace, best)[0] != fusion else "columns"
+    said: dict[tuple[str, str, int | None], list[str]] = {}
+    for name in dict.fromkeys(str(node.target) for node in rest):
+        try:
+            _prove(view, [node for node in nodes if node.target == name or node in best])
+        except Refused as refused:
+            said.setdefault((refused.reason, str(refused), refused.line), []).append(name)
+    for (reason, message, line), left in said.items():
+        yield Objection(label, reason, f"{' and '.join(left)} left out: {message}", line, parts)
+    if _several(rest):
+        yield from _merged(view, rest)
 
 
-def _by_name(view: ForwardView, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """`nodes` apart by the text of what they are called with: cross attention gives q another name."""
-    found: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        call = view.call_of(node)
-        if call is not None and len(call.args) == 1:
-            found.setdefault(ast.unparse(call.args[0]), []).append(node)
-    return list(found.values())
+def _largest(view: ForwardView, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The most of `nodes` that may be merged, of several such the one with a role; [] where no two may.
+
+    What is safe for some is so for fewer of them, so from each first one it is enough to add others.
+    """
+    targets = [node.target for node in nodes]
+    once = [node for node in nodes if targets.count(node.target) == 1]
+    best: list[fx.Node] = []
+    rank = (1, 0)
+    for index, first in enumerate(once):
+        chosen = [first]
+        for other in (*once[index + 1 :], *once[index + 1 :]):
+            if other not in chosen:
+                some = [node for node in once if node in chosen or node is other]
+                try:
+                    _prove(view, some)
+                except Refused:
+                    continue
+                chosen = some
+        found = (len(chosen), RANKS.index(role(view.trace, chosen)[0]))
+        if len(chosen) > 1 and found > rank:
+            best, rank = chosen, found
+    return best
 
 
 def _apart(view: ForwardView) -> Iterator[Objection]:
@@ -129,21 +162,34 @@ def is_linear_like(module: nn.Module | None) -> bool:
     )
 
 
-def merge_match(view: ForwardView, fusion: str, nodes: list[fx.Node]) -> Match:
-    """The merge of `nodes` (one input, in the order of their rows), or `Refused`."""
-    calls = merged_calls(view, nodes)
-    argument = calls[0].args[0]
-    proof = movable(view, nodes, frozenset({ast.unparse(argument)}))
-    storage, insertion, names = merged_line(view, fusion, nodes, argument, proof)
+def _prove(view: ForwardView, nodes: list[fx.Node]) -> tuple[list[ast.Call], str, Proof]:
+    """(the calls of `nodes`, the name of what they read, the proof that they may be merged), or `Refused`."""
+    calls, name = merged_calls(view, nodes), input_name(view, nodes)
+    proof = movable(view, nodes, frozenset({name}), arms=True)
+    if len({node.args for node in nodes}) > 1:
+        raise Refused("input-written", "the input is written between the parts", _line(nodes[-1]))
+    _follows_on_its_line(view, proof.statement)
+    return calls, name, proof
+
+
+def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
+    """The merge of `nodes` (one input), or `Refused`."""
+    fusion, ordered = role(view.trace, nodes)
+    calls, argument, proof = _prove(view, ordered)
+    storage, insertion, names = merged_line(view, fusion, ordered, ast.Name(argument), proof)
     edits = [insertion]
-    edits += [Edit(Span.of(call), name) for call, name in zip(calls, names, strict=True)]
+    for call, name in zip(calls, names, strict=True):
+        # One that is called only on some way is run where it stands whenever the parts run apart.
+        text = f"({view.text(call)} if {name} is None else {name})" if call in proof.in_arms else name
+        edits.append(Edit(Span.of(call), text))
+    sometimes = {str(node.target) for node, call in zip(ordered, calls, strict=True) if call in proof.in_arms}
     return Match(
         fusion,
-        tuple(str(node.target) for node in nodes),
+        tuple(str(node.target) for node in ordered),
         tuple(sorted(edits)),
         min(call.lineno for call in calls),
         storage=storage,
-        order=order_of(view, nodes),
+        order=tuple(path for path in order_of(view, ordered) if path not in sometimes),
         norms=proof.norms,
         activations=proof.activations,
         linears=proof.linears,
@@ -156,14 +202,12 @@ def order_of(view: ForwardView, nodes: list[fx.Node]) -> tuple[str, ...]:
 
 
 def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
-    """The calls `self.part(x)` of `nodes`, all with one plain name as argument, or `Refused`."""
+    """The calls `self.part(x)` of `nodes`, all of one value by its name, or `Refused`."""
     calls: list[ast.Call] = []
     paths = [str(node.target) for node in nodes]
     for node in nodes:
         if paths.count(str(node.target)) > 1:
-            raise Refused(
-                "called-twice", f"{node.target} is called more than once with this input", _line(node)
-            )
+            raise Refused("called-twice", _twice(view, nodes, node), _line(node))
         call = view.call_of(node)
         if call is None:
             raise Refused("module-escapes", _how(view, node), _line(node))
@@ -174,16 +218,69 @@ def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
                 call.lineno,
             )
         calls.append(call)
-    names = [ast.unparse(call.args[0]) for call in calls]
-    for call, name in zip(calls, names, strict=True):
-        if name != names[0]:
+    first = calls[0]
+    for call in calls[1:]:
+        if _name_of(view, call, calls) != _name_of(view, first, calls):
             raise Refused(
                 "different-inputs",
-                f"{paths[0]} reads {names[0]}, {view.text(call.func)} reads {name}: one value here, but "
-                "under two names",
+                f"{paths[0]} reads {view.text(first.args[0])}, {view.text(call.func)} reads "
+                f"{view.text(call.args[0])}: one value here, but under two names",
                 call.lineno,
             )
     return calls
+
+
+def input_name(view: ForwardView, nodes: list[fx.Node]) -> str:
+    """The name by which a line before the first of `merged_calls` reads their input."""
+    calls = merged_calls(view, nodes)
+    return _name_of(view, calls[0], calls)
+
+
+def _name_of(view: ForwardView, call: ast.Call, calls: list[ast.Call]) -> str:
+    """The name that a call reads; where others read another one, that which it is for good."""
+    name = ast.unparse(call.args[0])
+    if all(ast.unparse(other.args[0]) == name for other in calls):
+        return name
+    for _ in range(ALIASES):
+        found = _same_as(view, name, call)
+        if found is None:
+            break
+        name = found
+    return name
+
+
+ALIASES = 4  # names of names that are followed
+
+
+def _same_as(view: ForwardView, name: str, call: ast.Call) -> str | None:
+    """`other` where `name = other` is all that `name` ever holds, and `other` is stored before that only.
+
+    So both are one object from there on; the statement must come before `call` on every way.
+    """
+    stores, values = view.stores(name), view.assigned(name)
+    if len(stores) != 1 or len(values) != 1 or not isinstance(values[0], ast.Name):
+        return None
+    other, chain, around = values[0].id, view.chain(values[0]), view.chain(call)
+    code = view.source.function.__code__
+    if {name, other} & {*code.co_cellvars, *code.co_freevars} or not chain or not view.stores(other):
+        return None
+    if any(isinstance(block[index], (ast.For, ast.AsyncFor, ast.While)) for block, index in chain):
+        return None
+    block, index = chain[-1]
+    if not any(outer is block and place > index for outer, place in around):
+        return None
+    line = values[0].lineno
+    return other if all(store is not None and store < line for store in view.stores(other)) else None
+
+
+def _twice(view: ForwardView, nodes: list[fx.Node], node: fx.Node) -> str:
+    """In a sentence, how a part comes to be called more than once with one value."""
+    found = [view.expression_at(other) for other in nodes if other.target == node.target]
+    calls = list(dict.fromkeys(call for call in found if call is not None))
+    if len(calls) < 2:
+        return f"{node.target} is called in every round of a loop with one and the same input"
+    lines = " and ".join(str(call.lineno) for call in calls)
+    return f"{node.target} is called more than once with this input, at lines {lines}"
 
 
 def _how(view: ForwardView, node: fx.Node) -> str:
@@ -206,28 +303,28 @@ def merged_line(
     view: ForwardView, fusion: str, nodes: list[fx.Node], argument: ast.expr, proof: Proof
 ) -> tuple[str, Edit, list[str]]:
     """(name of the storage, the inserted line, the local names of the parts' outputs)."""
-    span, before, begins_line = view.statement_start(proof.statement)
-    follows = not begins_line and _follows_header(view, proof.statement)
-    if not begins_line and not follows:
-        raise Refused(
-            "different-branches",
-            f"no line can be put before {view.text(proof.statement)}: it shares its line with another "
-            "statement",
-            proof.statement.lineno,
-        )
+    span, before, _ = view.statement_start(proof.statement)
+    follows = _follows_on_its_line(view, proof.statement)
     paths = [str(node.target).replace(".", "_") for node in nodes]
     names = [view.new_name(path) for path in paths]
-    by_role = [f"merged_{fusion}"] if fusion in ("qkv", "kv", "glu") else []
+    by_role = [f"merged_{fusion}"] if fusion != "columns" else []
     storage = view.new_storage(*by_role, f"merged_{'_'.join(paths)}")
     call = f"{', '.join(names)} = {view.source.self_name}.{storage}({ast.unparse(argument)})"
     return storage, Edit(span, f"{call}; " if follows else f"{call}\n{before}"), names
 
 
-def _follows_header(view: ForwardView, statement: ast.stmt) -> bool:
-    """Whether a simple statement stands on the line of another one, where `a; b` may go before it."""
+def _follows_on_its_line(view: ForwardView, statement: ast.stmt) -> bool:
+    """Whether what is put before a statement goes on its line, as `a; b`; `Refused` if it has no place."""
+    _, before, begins_line = view.statement_start(statement)
     simple = (ast.Return, ast.Expr, ast.Assign, ast.AnnAssign)
-    before = view.statement_start(statement)[1].rstrip()
-    return isinstance(statement, simple) and before.endswith((":", ";"))
+    follows = isinstance(statement, simple) and before.rstrip().endswith((":", ";"))
+    if not begins_line and not follows:
+        raise Refused(
+            "different-branches",
+            f"no line can be put before {view.text(statement)}: it shares its line with another statement",
+            statement.lineno,
+        )
+    return not begins_line
 
 
 def _line(node: fx.Node) -> int | None:

@@ -4,6 +4,10 @@ A `Reading` follows statements and expressions in the order of their evaluation.
 what runs no foreign code and writes nothing: names, metadata, plain attributes, arithmetic on
 numbers and sizes, torch operators whose schema says so, plain linears, and the submodules that the
 plan proves for each instance: RMSNorms and known activations, without hooks.
+
+What the trace did not come by (an arm of an `if` not taken) has no nodes to ask. There only the text
+counts: calls of such submodules, or of ones that the module lacks, with a tensor, a few methods of
+tensors, and names that hold nothing else.
 """
 
 import ast
@@ -22,10 +26,27 @@ from fusekit.forward.names import METADATA_CALLS
 from fusekit.forward.reads import DYNAMIC, MISSING, SEES_NAMES, attribute_chain, module_attribute
 from fusekit.fusions.match import Refused
 from fusekit.fusions.view import ForwardView
+from fusekit.tracing.instrument import names_in
 from fusekit.tracing.schema import node_effect, operator_name
 
 SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 SEQUENCES = (torch.Size, tuple, list)
+# Methods that give one tensor, write nothing and call nothing, whatever plain arguments they have.
+ONE_TENSOR = frozenset(
+    {
+        "contiguous",
+        "expand",
+        "flatten",
+        "movedim",
+        "narrow",
+        "permute",
+        "repeat",
+        "reshape",
+        "select",
+        "squeeze",
+    }
+    | {"swapaxes", "transpose", "unflatten", "unsqueeze", "view", "float", "half", "bfloat16", "double", "to"}
+)
 RANDOM = frozenset(
     {"dropout", "bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "alpha_dropout"}
 )
@@ -45,6 +66,11 @@ class Reading:
     activations: set[str] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
     passed: set[ast.AST] = field(default_factory=set)
+    is_seen: bool = True  # whether the trace came by the statements that are read now
+    _supposed: set[tuple[str, int]] = field(default_factory=set)  # stores (name, line) taken for tensors
+    _held: set[tuple[str, int]] = field(default_factory=set)  # those found to be
+    _relied: set[tuple[str, int]] = field(default_factory=set)  # those that something leans on
+    _unknown: set[str] = field(default_factory=set)  # names that unseen statements store something else in
 
     def __post_init__(self) -> None:
         seen = sorted(SEES_NAMES & self.view.names)
@@ -80,6 +106,40 @@ class Reading:
                 statement.lineno,
             )
 
+    def suppose(self, statements: Iterable[ast.stmt]) -> None:
+        """Take names stored in arms of an `if` for tensors, until the statements themselves are read."""
+        for statement in statements:
+            for node in ast.walk(statement) if isinstance(statement, ast.If) else ():
+                if isinstance(node, ast.Assign):
+                    names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                    self._supposed.update((name, node.lineno) for name in names)
+
+    def stored(self, statement: ast.stmt) -> None:
+        """Take note of what a statement that was read stores, where no trace says what it is."""
+        if self.is_seen or not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
+            return
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for target in targets:
+            if isinstance(target, ast.Name) and self._is_tensor(statement.value):
+                self._held.add((target.id, statement.lineno))
+            elif not isinstance(target, ast.Name) or not self._is_scalar(statement.value):
+                self._unknown |= names_in(target)
+
+    def settle(self) -> None:
+        """Raise unless every name that was taken for a tensor was found to hold one."""
+        for name, line in sorted(self._relied):
+            if (name, line) not in self._held or name in self._unknown:
+                raise Refused("input-may-be-written", f"{name} may hold something else than a tensor", line)
+
+    def truth(self, test: ast.expr) -> None:
+        """Raise unless asking for the truth of `test`, which was read, runs no code."""
+        if not self._is_plain_test(test):
+            raise Refused(
+                "input-may-be-written",
+                f"if {self.view.text(test)} between the parts asks a value for its truth, which may run code",
+                test.lineno,
+            )
+
     def expression(self, expression: ast.expr) -> None:
         """Raise unless evaluating `expression` (its operands aside) can touch nothing."""
         self.passed.add(expression)
@@ -90,9 +150,12 @@ class Reading:
             return self._operator(expression, nodes)
         if isinstance(expression, ast.Attribute):
             return self._attribute(expression)
-        if isinstance(expression, (ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.keyword)):
+        if isinstance(expression, ast.Name):
+            if isinstance(expression.ctx, ast.Store) or expression.id not in self._unknown:
+                return
+        elif isinstance(expression, (ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.keyword)):
             return
-        if isinstance(expression, ast.Starred):
+        elif isinstance(expression, ast.Starred):
             if isinstance(expression.ctx, ast.Store) or self._unpacks_plainly(expression.value):
                 return
         elif isinstance(expression, ast.BoolOp):
@@ -101,7 +164,7 @@ class Reading:
         elif isinstance(expression, ast.IfExp):
             if self._is_plain_test(expression.test):
                 return
-        elif self._on_numbers(expression):
+        elif self._on_numbers(expression) or self._on_tensors(expression):
             return
         raise Refused(
             "input-may-be-written",
@@ -115,25 +178,35 @@ class Reading:
                 path = str(node.target)
                 if node.meta.get("written"):
                     raise Refused("input-written", f"{path} writes its input between the parts", call.lineno)
-                submodule = self.view.submodule(path)
-                if type(submodule) is nn.Linear:
-                    self.linears.add(path)
-                elif may_be_activation(submodule):
-                    self.activations.add(path)  # the plan proves these, or refuses the site
-                else:
-                    self.norms.add(path)
+                self._submodule(path)
             return
         if nodes:
             return self._operator(call, nodes)
         if isinstance(call.func, ast.Attribute) and call.func.attr in METADATA_CALLS:
             if self._is_tensor(call.func.value):
                 return
+        unseen = self._unseen_submodule(call)
+        if unseen is not None:
+            self._submodule(unseen)
+            return
+        if self._is_method_of_tensor(call):
+            return
         raise Refused(
             "input-may-be-written",
             f"{self.view.text(call.func)}() is called between the parts, and is not known to leave their "
             "input alone",
             call.lineno,
         )
+
+    def _submodule(self, path: str) -> None:
+        """Take note that a submodule is called: the plan proves what it is, or refuses the site."""
+        submodule = self.view.submodule(path)
+        if type(submodule) is nn.Linear:
+            self.linears.add(path)
+        elif may_be_activation(submodule):
+            self.activations.add(path)
+        elif submodule is not None:
+            self.norms.add(path)
 
     def _operator(self, expression: ast.expr, nodes: list[fx.Node]) -> None:
         text = self.view.text(expression)
@@ -162,7 +235,7 @@ class Reading:
             # The call is checked itself. What is called must be found plainly: a submodule, or the
             # method of a tensor.
             chain = attribute_chain(expression, view.source.self_name)
-            if not chain or reads_plainly(view.module, chain):
+            if not chain or reads_plainly(view.module, chain) or is_absent(view.module, chain):
                 return
             if reads_plainly(view.module, chain[:-1]) and self._is_tensor(expression.value):
                 return
@@ -195,14 +268,72 @@ class Reading:
         nodes = self.view.nodes_at.get(expression)
         if nodes:
             return any(isinstance(node.meta.get("val"), torch.Tensor) for node in nodes)
+        if isinstance(expression, ast.Call):
+            return self._unseen_submodule(expression) is not None or self._is_method_of_tensor(expression)
+        if isinstance(expression, ast.BinOp):
+            return self._on_tensors(expression)
         if isinstance(expression, ast.Name):
             lines = {binding.line for binding in self.view.trace.bindings if binding.name == expression.id}
+            supposed = {line for name, line in self._supposed if name == expression.id} - lines
             stored = self.view.stores(expression.id)
-            return bool(stored) and all(line is not None and line in lines for line in stored)
+            found = bool(stored) and all(
+                line is not None and (line in lines or line in supposed) for line in stored
+            )
+            if found:
+                self._relied.update((expression.id, line) for line in supposed)
+            return found
         chain = attribute_chain(expression, self.view.source.self_name)
         if chain and reads_plainly(self.view.module, chain):
             return isinstance(_value_at(self.view.module, chain), torch.Tensor)
         return False
+
+    def _is_scalar(self, expression: ast.expr) -> bool:
+        """Whether a value is a number, a string, None or the like, in the text or on the module."""
+        if isinstance(expression, ast.UnaryOp):
+            return self._is_scalar(expression.operand)
+        chain = attribute_chain(expression, self.view.source.self_name)
+        if chain and reads_plainly(self.view.module, chain):
+            return isinstance(_value_at(self.view.module, chain), SCALARS)
+        return isinstance(expression, ast.Constant) or (
+            isinstance(expression, ast.Attribute)
+            and expression.attr in ("dtype", "device", "ndim")
+            and self._is_tensor(expression.value)
+        )
+
+    def _unseen_submodule(self, call: ast.Call) -> str | None:
+        """The path of the submodule that a call the trace did not come by calls with one tensor."""
+        chain = attribute_chain(call.func, self.view.source.self_name)
+        if not chain or self.view.nodes_at.get(call) or call.keywords or len(call.args) != 1:
+            return None
+        module = self.view.module
+        called = reads_plainly(module, chain) and isinstance(_value_at(module, chain), nn.Module)
+        if (called or is_absent(module, chain)) and self._is_tensor(call.args[0]):
+            return ".".join(chain)
+        return None
+
+    def _is_method_of_tensor(self, call: ast.Call) -> bool:
+        """Whether a call the trace did not come by is a method of a tensor that gives another one."""
+        function = call.func
+        if not isinstance(function, ast.Attribute) or function.attr not in ONE_TENSOR or call.keywords:
+            return False
+        if self.view.nodes_at.get(call) or not self._is_tensor(function.value):
+            return False
+        return all(
+            self._is_scalar(argument)
+            or self._is_tensor(argument)
+            or (not isinstance(argument, ast.Starred) and self._unpacks_plainly(argument))
+            for argument in call.args
+        )
+
+    def _on_tensors(self, expression: ast.expr) -> bool:
+        """Whether this is arithmetic, which the trace did not come by, on tensors and numbers."""
+        if not isinstance(expression, ast.BinOp) or self.view.nodes_at.get(expression):
+            return False
+        if not isinstance(expression.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
+            return False
+        operands = (expression.left, expression.right)
+        tensors = [operand for operand in operands if self._is_tensor(operand)]
+        return bool(tensors) and all(self._is_scalar(one) for one in operands if one not in tensors)
 
     def _unpacks_plainly(self, expression: ast.expr | None, depth: int = 0) -> bool:
         """Whether iterating over a value runs no code: sizes, displays, results of operators."""
@@ -228,14 +359,19 @@ class Reading:
             return bool(values) and all(self._unpacks_plainly(value, depth + 1) for value in values)
         return False
 
-    def _is_plain_test(self, test: ast.expr) -> bool:
+    def _is_plain_test(self, test: ast.expr, depth: int = 0) -> bool:
         """Whether asking for a value's truth runs no code. Of a tensor it would have stopped the trace."""
-        if isinstance(test, (ast.Compare, ast.Constant)):
-            return True  # a comparison is checked itself
+        if isinstance(test, ast.Constant):
+            return True
+        if isinstance(test, ast.Compare):
+            return depth == 0 or self._on_numbers(test)  # one that stands here is checked itself
         if isinstance(test, ast.UnaryOp):
             return isinstance(test.op, ast.Not)
         if isinstance(test, ast.BoolOp):
-            return all(self._is_plain_test(value) for value in test.values)
+            return all(self._is_plain_test(value, depth) for value in test.values)
+        if isinstance(test, ast.Name):
+            values = self.view.assigned(test.id) if depth < 4 else []
+            return bool(values) and all(self._is_plain_test(value, depth + 1) for value in values)
         chain = attribute_chain(test, self.view.source.self_name)
         if chain and reads_plainly(self.view.module, chain):
             return isinstance(_value_at(self.view.module, chain), SCALARS)
@@ -263,6 +399,8 @@ class Reading:
             return False
         for operand in operands:
             seen = self.view.trace.operands.get(Span.of(operand))
+            if not seen and kinds is SCALARS and self._is_scalar(operand):
+                continue
             if not seen or not seen <= set(kinds):
                 return False
         return True
@@ -304,6 +442,14 @@ def reads_plainly(module: nn.Module, chain: Iterable[str]) -> bool:
                 return False
             value = state[name]
     return True
+
+
+def is_absent(module: nn.Module, chain: tuple[str, ...]) -> bool:
+    """Whether `self.<chain>` is None or no attribute at all: a call of it cannot run."""
+    *way, last = chain
+    owner = _value_at(module, way) if reads_plainly(module, way) else None
+    found = module_attribute(owner, last) if isinstance(owner, nn.Module) else owner
+    return isinstance(owner, nn.Module) and (found is None or found is MISSING)
 
 
 def _computes(cls: type, name: str) -> bool:

@@ -1,5 +1,6 @@
 """Which linear feeds what of an attention: the role comes from the dataflow, not from names."""
 
+import torch.nn as nn
 from torch import fx
 
 from fusekit.tracing import Trace, is_leaf_call
@@ -19,19 +20,42 @@ def attention_operands(trace: Trace) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     return found
 
 
+RANKS = ("columns", "kv", "mla", "qkv")  # the more telling role last
+
+
 def role(trace: Trace, linears: list[fx.Node]) -> tuple[str, list[fx.Node]]:
-    """(`qkv`, `kv` or `columns`, the linears in the order query, key, value where that is known)."""
+    """(the role of these linears in an attention, they in the order of their rows).
+
+    `qkv` are query, key and value; `kv` key and value alone; `mla` the down-projections of latent
+    attention, that of the query and the one that key and value come from through another linear. Those
+    come first, in this order; others of the same input (a gate, say) follow. Any else are `columns`.
+    """
     for operands in attention_operands(trace):
         feeds = [
             [linear for linear in linears if linear in sources(operand, linears)] for operand in operands
         ]
-        if all(len(found) == 1 for found in feeds):
-            ordered = [found[0] for found in feeds]
-            if len(set(ordered)) == 3 == len(linears):
-                return "qkv", ordered
-        if not feeds[0] and [len(found) for found in feeds[1:]] == [1, 1] and len(linears) == 2:
-            return "kv", [feeds[1][0], feeds[2][0]]
+        if [len(found) for found in feeds[1:]] != [1, 1] or len(feeds[0]) > 1:
+            continue
+        key, value = feeds[1][0], feeds[2][0]
+        first = [*feeds[0], key, value]
+        found = None
+        if len(set(first)) == len(first):
+            found = "qkv" if feeds[0] else "kv"
+        elif key is value and feeds[0] and feeds[0][0] is not key and _is_latent(trace, operands[2], key):
+            first, found = [feeds[0][0], key], "mla"
+        if found:
+            return found, [*first, *(linear for linear in linears if linear not in first)]
     return "columns", linears
+
+
+def _is_latent(trace: Trace, operand: fx.Node, down: fx.Node) -> bool:
+    """Whether the value that `down` gives reaches an operand through another linear only."""
+    linears = [
+        node
+        for node in trace.graph.nodes
+        if node.op == "call_module" and issubclass(node.meta.get("module_type", object), nn.Linear)
+    ]
+    return down not in sources(operand, linears)
 
 
 def sources(node: fx.Node, stop: list[fx.Node]) -> set[fx.Node]:

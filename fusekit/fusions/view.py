@@ -166,14 +166,22 @@ class ForwardView:
 
         None when the expression stands in code of its own: a lambda, a comprehension, a nested def.
         """
+        chain = self.chain(expression)
+        return chain[-1] if chain else None
+
+    def chain(self, expression: ast.expr) -> list[tuple[Block, int]]:
+        """The blocks around `expression`, outermost first, and the index in each of what holds it.
+
+        Empty when it stands in code of its own: a lambda, a comprehension, a nested def.
+        """
         try:
             chain = block_chain(self.source.tree.body, expression)
         except FusekitError:
-            return None
+            return []
         block, index = chain[-1]
         if any(isinstance(held[at], SCOPES) for held, at in chain):
-            return None
-        return (block, index) if any(own is expression for own in own_expressions(block[index])) else None
+            return []
+        return chain if any(own is expression for own in own_expressions(block[index])) else []
 
     def statement_start(self, statement: ast.stmt) -> tuple[Span, str, bool]:
         """(insertion point before a statement, its indentation, whether it begins its line)."""

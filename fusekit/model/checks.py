@@ -86,7 +86,7 @@ def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, u
             return refusal("input-may-be-written", why, match.line)
     for norm in sorted(match.norms):
         if not is_proven_norm(module.get_submodule(norm)):
-            why = f"{norm} runs between the parts and is not proven to be an RMSNorm without hooks"
+            why = f"{norm} runs between the parts and is no norm known to leave them alone, or carries hooks"
             return refusal("input-may-be-written", why, match.line)
     for activation in sorted(match.activations):
         if activation_name(module.get_submodule(activation)) is None:
@@ -106,11 +106,15 @@ def refusal_from(name: str, module: nn.Module, analysis: Analysis, objection: Ob
     return Refusal(name, objection.fusion, reason, text, path, objection.line, objection.parts)
 
 
+# Their forwards write nothing and read nothing but their own state.
+QUIET = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)
+
+
 def is_proven_norm(module: nn.Module) -> bool:
-    """Whether a submodule is an RMSNorm and nothing else: no hook, no forward of its own."""
+    """Whether a submodule is a norm and nothing else: no hook, no forward of its own, no subclass."""
     if not is_untouched(module) or type(module).__call__ is not nn.Module.__call__:
         return False
-    if type(module) is nn.RMSNorm:
+    if type(module) in QUIET:
         return True
     return any(match.fusion == "rms_norm" for match in (*applied_matches(module), *analyse(module).matches))
 

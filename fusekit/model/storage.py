@@ -24,7 +24,9 @@ class MergedLinear:
 
     In eager mode every call checks that the parts are the modules and parameters that were
     merged, without hooks, and that each parameter still lies in its rows. Where that is not so
-    the call runs the parts as they are now, in the `order` in which the forward called them.
+    the call runs the parts as they are now, in the `order` in which the forward called them; one that
+    the forward calls only on some way is not in it, and None stands for its output: the forward runs
+    it where it stands.
     Compiled code checks modules, parameters and hooks; where the parameters lie is checked when
     it is compiled, so after that `parameter.data = tensor` needs a new apply.
 
@@ -57,22 +59,23 @@ class MergedLinear:
 
     # -- calling ------------------------------------------------------------------------------
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.compiler.is_compiling():
             if not self._is_tied_for_real() or not self._is_same():
                 return self._apart(x)
             frozen = self._frozen(x)
-            pieces = self._slices(F.linear(x, *self._whole()))
+            pieces = self._slices(F.linear(x, *self._whole(None)))
             return tuple([p.detach() if i in frozen else p for i, p in enumerate(pieces)])
         if self.pending:
             self.settle()
         if not isinstance(x, torch.Tensor) or _is_transformed() or not self.is_tied():
             return self._apart(x)
-        out = F.linear(x, *self._whole())
+        used: set[int] = set()
+        out = F.linear(x, *self._whole(used))
         if torch.is_grad_enabled() and out.requires_grad:
             weights = [row[1] for row in self._rows]
             checked = weights if x.requires_grad else []  # a plain linear, too, saves its weight only then
-            return Slices.apply(out, self._slices, self.sizes, checked, self._frozen(x))
+            return Slices.apply(out, self._slices, self.sizes, checked, self._frozen(x), used)
         return tuple(piece.data for piece in self._slices(out))
 
     def _frozen(self, x: torch.Tensor) -> list[int]:
@@ -82,9 +85,9 @@ class MergedLinear:
         trained = [w.requires_grad or (b is not None and b.requires_grad) for _, w, b, *_ in self._rows]
         return [number for number, one in enumerate(trained) if not one]
 
-    def _apart(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _apart(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         made = {path: self._part(path)(x) for path in self.order}
-        return tuple([made[path] for path in self.paths])
+        return tuple([made.get(path) for path in self.paths])
 
     def _part(self, path: str) -> Any:
         first, *others = path.split(".")
@@ -113,19 +116,23 @@ class MergedLinear:
             start += size
         return pieces
 
-    def _whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _whole(self, used: set[int] | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(weight, bias), each tied to the parts' parameters where one of them wants a gradient."""
         assert self.weight is not None
-        whole = self._with_grad(self.weight, [row[1] for row in self._rows])
+        whole = self._with_grad(self.weight, [row[1] for row in self._rows], used)
         bias = self.bias
-        return whole, self._with_grad(bias, [row[2] for row in self._rows]) if bias is not None else None
+        if bias is None:
+            return whole, None
+        return whole, self._with_grad(bias, [row[2] for row in self._rows], used)
 
-    def _with_grad(self, whole: torch.Tensor, parameters: list[torch.Tensor | None]) -> torch.Tensor:
+    def _with_grad(
+        self, whole: torch.Tensor, parameters: list[torch.Tensor | None], used: set[int] | None
+    ) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return whole
         if not any(parameter is not None and parameter.requires_grad for parameter in parameters):
             return whole
-        return Rows.apply(whole, self.sizes, *parameters)
+        return Rows.apply(whole, self.sizes, used, *parameters)
 
     # -- checking -----------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """What the prover lets move, and what it refuses: the code, and the line that decided."""
 
+import copy
+import importlib.util
 import inspect
 
 import pytest
@@ -141,13 +143,6 @@ class InLambda(Pair):
         return make(), self.k(x)
 
 
-class InBranch(Pair):
-    def forward(self, x):
-        if self.scale == 2:
-            q = self.q(x)
-        return q, self.k(x)
-
-
 class UnderNoGrad(Pair):
     def forward(self, x):
         with torch.no_grad():
@@ -169,12 +164,6 @@ class TurnsGradOff(Pair):
         k = self.k(x)
         torch.set_grad_enabled(True)
         return q, k
-
-
-class TwoNames(Pair):
-    def forward(self, x):
-        y = x
-        return self.q(x), self.k(y)
 
 
 class CalledTwice(Pair):
@@ -203,11 +192,9 @@ class ByAnotherName(Pair):
         (Prints, "input-may-be-written", "print("),
         (InComprehension, ("module-escapes", "different-branches"), "for _ in"),
         (InLambda, "module-escapes", "make()"),
-        (InBranch, "different-branches", "return q"),
         (UnderNoGrad, "different-context", "return q"),
         (UnderAutocast, "different-context", "return q"),
         (TurnsGradOff, "different-context", "k = self.k(x)"),
-        (TwoNames, "different-inputs", "self.k(y)"),
         (CalledTwice, "called-twice", "self.q(x) + self.q(x)"),
         (ByAnotherName, "module-escapes", "project(x)"),
     ],
@@ -557,3 +544,395 @@ def test_those_that_read_it_by_one_name_merge_without_the_other():
     want = model(x), model(x, context)
     with plan.apply():
         torch.testing.assert_close((model(x), model(x, context)), want)
+
+
+# -- an `if` between the parts, or around one of them ---------------------------------------------
+
+
+class Settings(nn.Module):
+    """Linears, norms and settings for forwards that branch; `absent` is what some instances lack."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+        self.k = nn.Linear(8, 6, bias=False)
+        self.v = nn.Linear(8, 8)
+        self.norm = nn.RMSNorm(8)
+        self.up = nn.Linear(8, 8)
+        self.absent = None
+        self.rank = 4
+        self.flag = True
+        self.kept = []
+        with torch.no_grad():
+            self.norm.weight.normal_()
+
+    def plus(self, t):
+        return t.add_(1)
+
+
+class Latent(Settings):
+    def forward(self, x):
+        if self.rank is None:
+            q = self.absent(x)
+        else:
+            q = self.up(self.norm(self.q(x)))
+        q = q.view(q.shape[0], -1, 2, 4).transpose(1, 2)
+        k = self.k(x)
+        return q, k
+
+
+class LatentOther(Latent):
+    """The same, traced on its other way."""
+
+    def __init__(self):
+        super().__init__()
+        self.absent, self.rank = self.q, None
+        self.q = None
+
+
+class AfterAnArm(Settings):
+    def forward(self, x):
+        q = self.q(x)
+        if not self.flag:
+            q = self.norm(q) * self.rank
+        elif self.rank == 3:
+            q = self.up(q).view(-1, 8).reshape(x.shape)
+        return q, self.k(x)
+
+
+class SeveralArms(Settings):
+    def forward(self, x):
+        if self.flag:
+            q = self.q(x)
+        else:
+            q = None
+        if self.rank > 2 and not self.kept is None:  # noqa: E714
+            v = self.v(x)
+        else:
+            v = None
+        k = self.k(x)
+        return (k if q is None else q), (k if v is None else v), k
+
+
+class RaisesInAnArm(Settings):
+    def forward(self, x):
+        q = self.q(x)
+        if not self.flag:
+            self.kept.append(x.mul_(2))
+            raise ValueError("flag")
+        return q, self.k(x)
+
+
+class LastInAnArm(Settings):
+    def forward(self, x):
+        q = self.q(x)
+        if self.flag:
+            return q, self.k(x)
+        x.mul_(2)
+        return q, x
+
+
+class NestedArms(Settings):
+    def forward(self, x):
+        if self.flag:
+            if self.rank == 4:
+                q = self.q(x)
+            else:
+                q = self.v(x)
+        else:
+            q = self.up(x)
+        return q, self.k(x)
+
+
+FLIPS = [{}, {"flag": False}, {"rank": None}, {"rank": 3}, {"rank": 3, "flag": False}, {"rank": 1}]
+
+
+def outcome(module, x):
+    """Outputs and the input afterwards, or the kind of the error."""
+    torch.manual_seed(0)
+    x = x.clone()
+    try:
+        found = module(x)
+    except (TypeError, ValueError, UnboundLocalError, RuntimeError) as error:
+        return type(error)
+    return [*found, x]
+
+
+def assert_same_whatever_is_set(module, flips=FLIPS):
+    """Fused on one setting, the module must equal its twin on every other one."""
+    twin = copy.deepcopy(module)
+    x = torch.randn(2, 3, 8)
+    fused = fk.fuse(module)
+    assert fused.sites
+    for flip in flips:
+        for one in (module, twin):
+            one.flag, one.rank = flip.get("flag", True), flip.get("rank", 4)
+            one.kept.clear()
+        for training in (True, False):
+            want, got = (outcome(one.train(training), x) for one in (twin, module))
+            torch.testing.assert_close(got, want) if isinstance(want, list) else None
+            assert isinstance(want, list) or want is got, (flip, want, got)
+
+
+@pytest.mark.parametrize(
+    "cls, parts",
+    [
+        (Latent, ("q", "k")),
+        (AfterAnArm, ("q", "k")),
+        (SeveralArms, ("q", "v", "k")),
+        (RaisesInAnArm, ("q", "k")),
+        (LastInAnArm, ("q", "k")),
+        (NestedArms, ("q", "k")),
+    ],
+)
+def test_arms_that_leave_the_input_alone(cls, parts):
+    module = cls()
+    (site,) = fk.plan(module).sites
+    assert (site.fusion, site.parts) == ("columns", parts)
+    assert_same_whatever_is_set(module)
+
+
+def test_submodule_of_the_arm_not_taken_that_is_missing_may_come_later():
+    module = LatentOther()
+    (site,) = fk.plan(module).sites
+    assert site.parts == ("absent", "k")
+    assert_same_whatever_is_set(module, [{"rank": None}])
+    module.q = nn.Linear(8, 8)
+    twin = copy.deepcopy(module)
+    fk.revert(twin)
+    module.rank = twin.rank = 4
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(module(x), twin(x))
+
+
+def test_line_goes_before_the_if_and_the_call_in_the_arm_stays_for_parts_run_apart():
+    (site,) = fk.plan(Latent()).sites
+    after = site.diff.after
+    assert after.index("q_, k_ = self.merged_q_k(x)") < after.index("if self.rank is None")
+    assert "(self.q(x) if q_ is None else q_)" in after
+
+
+def test_part_in_an_arm_that_is_hooked_or_gone_later_runs_only_where_it_stands():
+    module = Latent()
+    fk.fuse(module)
+    x, called = torch.randn(2, 3, 8), []
+    module.q.register_forward_hook(lambda *_: called.append(1))
+    module(x)
+    assert called == [1]
+    module.rank, module.absent = None, nn.Linear(8, 8)
+    want = module.absent(x).view(2, -1, 2, 4).transpose(1, 2), module.k(x)
+    torch.testing.assert_close(module(x), want)
+    assert called == [1]
+    del module.q
+    torch.testing.assert_close(module(x), want)
+
+
+def test_part_of_an_arm_not_taken_gets_no_gradient():
+    module = Latent()
+    fk.fuse(module)
+    module.rank, module.absent = None, nn.Linear(8, 8)
+    sum(out.sum() for out in module(torch.randn(2, 3, 8))).backward()
+    assert module.q.weight.grad is None and module.q.bias.grad is None
+    assert module.k.weight.grad is not None and module.absent.weight.grad is not None
+
+
+def arm(text, name):
+    """A class whose forward has `text` as the arm that is not taken, between q and k."""
+    return f"""
+class {name}(Settings):
+    def forward(self, x):
+        y = x
+        q = self.q(x)
+        if not self.flag:
+{text}
+        return q, self.k(x)
+"""
+
+
+UNSAFE = [
+    ("x.mul_(2)", "input-may-be-written"),
+    ("x += 1", "input-may-be-written"),
+    ("x[..., 0] = 1", "input-may-be-written"),
+    ("y.zero_()", "input-may-be-written"),
+    ("q = y.view(-1).zero_()", "input-may-be-written"),
+    ("x = self.norm(q)", "input-rebound"),
+    ("x = self.norm(x)", "input-rebound"),
+    ("x, q = q, x", "input-rebound"),
+    ("self = y", "input-rebound"),
+    ("del x", "input-may-be-written"),
+    ("q = (x := x + 1)", "input-may-be-written"),
+    ("q = self.plus(x)", "input-may-be-written"),
+    ("q = self.absent.call(x)", "input-may-be-written"),
+    ("self.flag = True", "input-may-be-written"),
+    ("self.kept.append(x)", "input-may-be-written"),
+    ("torch.add(x, 1, out=x)", "input-may-be-written"),
+    ("torch.set_grad_enabled(False)", "input-may-be-written"),
+    ("print(x)", "input-may-be-written"),
+    ("return q, q", "different-branches"),
+    ("for _ in range(2): x.add_(1)", "input-may-be-written"),
+    ("while q.sum() < 0: q = q + 1", "input-may-be-written"),
+    ("with torch.no_grad(): x.add_(1)", "input-may-be-written"),
+    ("try: x.add_(1)\n            finally: pass", "input-may-be-written"),
+    ("def late(): return x.add_(1)\n            q = late()", "input-may-be-written"),
+    ("q = [x.add_(1) for _ in range(2)][0]", "input-may-be-written"),
+    ("q = (lambda: x.add_(1))()", "input-may-be-written"),
+    ("global late\n            late = x", "input-may-be-written"),
+    ("import torch as x", "input-may-be-written"),
+    ("assert q.sum() < 0", "input-may-be-written"),
+    ("q = self.norm(self.kept)", "input-may-be-written"),
+    ("q = self.kept\n        q = q * 2", "input-may-be-written"),
+    ("q = self.kept\n        q = q.view(-1, 8)", "input-may-be-written"),
+    ("q = f'{x}'", "input-may-be-written"),
+    ("q = x @ self.kept", "input-may-be-written"),
+    ("q = await_(x)", "input-may-be-written"),
+    ("q = x.to(self.kept)", "input-may-be-written"),
+    ("q = x.view(*self.kept)", "input-may-be-written"),
+    ("if x.sum() > 0: q = x", "input-may-be-written"),
+    ("if self.kept: q = x", "input-may-be-written"),
+    ("if self.rank: x.add_(1)", "input-may-be-written"),
+    ("if self.rank: x = q", "input-rebound"),
+]
+
+
+@pytest.fixture(scope="module")
+def unsafe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("arms") / "unsafe_arms.py"
+    text = "import torch\n" + "".join(
+        arm(f"            {body}", f"Arm{index}") for index, (body, _) in enumerate(UNSAFE)
+    )
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location("unsafe_arms", path)
+    module = importlib.util.module_from_spec(spec)
+    module.Settings = Settings
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("index", range(len(UNSAFE)), ids=[body for body, _ in UNSAFE])
+def test_arm_not_taken_that_may_touch_the_input_is_refused(unsafe, index):
+    body, reason = UNSAFE[index]
+    module = getattr(unsafe, f"Arm{index}")()
+    found = refusal(module)
+    first = line_of(module, "if not self.flag:")
+    assert found.reason == reason, found.message
+    assert first < found.line <= first + body.count("\n") + 1, found.message
+
+
+class ByAnArgument(Settings):
+    def forward(self, x, flag=True):
+        if flag:
+            q = self.q(x)
+        return self.k(x), q
+
+
+class ByTheMode(Settings):
+    def forward(self, x):
+        if self.training:
+            q = self.q(x)
+        return self.k(x), q
+
+
+class OneInEachArm(Settings):
+    def forward(self, x):
+        if self.flag:
+            q = self.q(x)
+        if self.rank:
+            q = self.k(x)
+        return q
+
+
+class ReturnsBetween(Settings):
+    def forward(self, x):
+        q = self.q(x)
+        if self.rank is None:
+            return q, q
+        return q, self.k(x)
+
+
+class WritesInTheArmTaken(Settings):
+    def forward(self, x):
+        q = self.q(x)
+        if self.flag:
+            x.mul_(2)
+        return q, self.k(x)
+
+
+class NoGradInAnArm(Settings):
+    def forward(self, x):
+        if self.flag:
+            with torch.no_grad():
+                q = self.q(x)
+        return self.k(x), q
+
+
+class WithInAnArm(Settings):
+    def forward(self, x):
+        if self.flag:
+            with torch.enable_grad():
+                q = self.q(x)
+        return self.k(x), q
+
+
+class LoopInAnArm(Settings):
+    def forward(self, x):
+        if self.flag:
+            for _ in range(2):
+                q = self.q(x)
+        return self.k(x), q
+
+
+class RaisesFirst(Settings):
+    """A fused one would ask for the width of x before it says that flag is wrong."""
+
+    def forward(self, x):
+        if not self.flag:
+            raise ValueError("flag")
+        elif self.rank:
+            q = self.q(x)
+        return self.k(x), q
+
+
+class AsksATensor(Settings):
+    def forward(self, x, mask=None):
+        q = self.q(x)
+        if mask:
+            q = q * 2
+        return q, self.k(x)
+
+
+@pytest.mark.parametrize(
+    "cls, reason, text",
+    [
+        (ByAnArgument, "different-branches", "q = self.q(x)"),
+        (ByTheMode, "different-branches", "q = self.q(x)"),
+        (OneInEachArm, "different-branches", "q = self.k(x)"),
+        (ReturnsBetween, "different-branches", "return q, q"),
+        (WritesInTheArmTaken, "input-written", "x.mul_(2)"),
+        (NoGradInAnArm, "different-context", "return self.k"),
+        (WithInAnArm, "different-context", "return self.k"),
+        (LoopInAnArm, "called-twice", "q = self.q(x)"),
+        (RaisesFirst, "input-may-be-written", "raise ValueError"),
+        (AsksATensor, "input-may-be-written", "if mask:"),
+    ],
+)
+def test_branches_are_refused(cls, reason, text):
+    module = cls()
+    found = refusal(module)
+    assert found.reason == reason, found.message
+    assert found.line == line_of(module, text), found.message
+
+
+class DoneByASetting(Pair):
+    def forward(self, x):
+        if self.scale == 2:
+            q = self.q(x)
+        return q, self.k(x)
+
+
+def test_call_that_a_setting_decides_is_merged_and_stays_right():
+    module, x = DoneByASetting(), torch.randn(2, 3, 8)
+    assert_fused_equals_unfused(module)
+    fk.fuse(module)
+    module.scale = 3
+    with pytest.raises(UnboundLocalError):
+        module(x)

@@ -295,3 +295,46 @@ def test_slices_are_written_and_saved_apart_from_each_other(frozen):
         loss = (squared + q).square().sum()
         grads.append(torch.autograd.grad(loss, [scale]))
     torch.testing.assert_close(*grads)
+
+
+def test_part_whose_output_goes_nowhere_gets_no_gradient():
+    # An optimizer passes over a parameter without one; with one of zeros it would decay it.
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.both = False
+
+        def forward(self, x):
+            a, b = self.a(x), self.b(x)
+            return a + b if self.both else a
+
+    module = Sometimes()
+    fk.fuse(module)
+    module(torch.randn(2, 4)).sum().backward()
+    assert module.a.weight.grad is not None and module.b.weight.grad is None and module.b.bias.grad is None
+    module.both = True
+    module(torch.randn(2, 4)).sum().backward()
+    assert module.b.weight.grad is not None and module.b.bias.grad is not None
+
+
+def test_each_of_two_passes_back_gives_gradients_to_its_own_part():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    module, x = Two(), torch.randn(2, 4)
+    want = [
+        torch.autograd.grad(out.sum(), part.weight)[0]
+        for out, part in zip(module(x), (module.a, module.b), strict=True)
+    ]
+    fk.fuse(module)
+    a, b = module(x)
+    a.sum().backward(retain_graph=True)
+    assert module.b.weight.grad is None
+    b.sum().backward()
+    torch.testing.assert_close([module.a.weight.grad, module.b.weight.grad], want)

@@ -171,8 +171,8 @@ def test_a_gradient_that_goes_to_the_wrong_rows_fails(monkeypatch):
     right = gradients.Rows.backward
 
     def swapped(ctx, grad):
-        whole, sizes, first, second, *rest = right(ctx, grad)
-        return whole, sizes, first, second * 1.01, *rest
+        whole, sizes, used, first, second, *rest = right(ctx, grad)
+        return whole, sizes, used, first, second * 1.01, *rest
 
     monkeypatch.setattr(gradients.Rows, "backward", staticmethod(swapped))
     report = fk.plan(small_llama(), only=["qkv"]).verify(generate=2)
@@ -188,8 +188,8 @@ def test_a_key_bias_without_gradient_hides_no_wrong_gradient(make, factor, monke
     right = gradients.Rows.backward
 
     def wrong(ctx, grad):
-        whole, sizes, first, *rest = right(ctx, grad)
-        return whole, sizes, first if first is None else first * factor, *rest
+        whole, sizes, used, first, *rest = right(ctx, grad)
+        return whole, sizes, used, first if first is None else first * factor, *rest
 
     monkeypatch.setattr(gradients.Rows, "backward", staticmethod(wrong))
     report = fk.plan(model).verify(inputs=inputs, skip=NO_TEXT)
