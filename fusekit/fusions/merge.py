@@ -180,7 +180,10 @@ def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
     edits = [insertion]
     for call, name in zip(calls, names, strict=True):
         # One that is called only on some way is run where it stands whenever the parts run apart.
-        text = f"({view.text(call)} if {name} is None else {name})" if call in proof.in_arms else name
+        text = name
+        if call in proof.in_arms:
+            text = f"{view.text(call)} if {name} is None else {name}"
+            text = text if view.stands_alone(call) else f"({text})"
         edits.append(Edit(Span.of(call), text))
     sometimes = {str(node.target) for node, call in zip(ordered, calls, strict=True) if call in proof.in_arms}
     return Match(

@@ -17,9 +17,10 @@ from torch import fx
 
 from fusekit.forward import Span
 from fusekit.forward.reads import attribute_chain
+from fusekit.forward.rewriting import blocks_of
 from fusekit.fusions.match import Refused
 from fusekit.fusions.reading import Reading
-from fusekit.fusions.view import UNEVALUATED, Block, ForwardView, blocks_of, evaluation
+from fusekit.fusions.view import UNEVALUATED, Block, ForwardView, evaluation
 from fusekit.tracing.instrument import names_in
 
 

@@ -24,29 +24,20 @@ from torch import fx
 from fusekit.forward import METADATA_ATTRS, Span, original_class
 from fusekit.forward.names import METADATA_CALLS
 from fusekit.forward.reads import DYNAMIC, MISSING, SEES_NAMES, attribute_chain, module_attribute
+from fusekit.fusions.helpers import (
+    ONE_TENSOR,
+    SCALARS,
+    Kind,
+    method_of,
+    result_of,
+)
 from fusekit.fusions.match import Refused
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing.instrument import names_in
 from fusekit.tracing.schema import node_effect, operator_name
 
-SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device)
+TENSORS = (torch.Tensor, nn.Parameter)
 SEQUENCES = (torch.Size, tuple, list)
-# Methods that give one tensor, write nothing and call nothing, whatever plain arguments they have.
-ONE_TENSOR = frozenset(
-    {
-        "contiguous",
-        "expand",
-        "flatten",
-        "movedim",
-        "narrow",
-        "permute",
-        "repeat",
-        "reshape",
-        "select",
-        "squeeze",
-    }
-    | {"swapaxes", "transpose", "unflatten", "unsqueeze", "view", "float", "half", "bfloat16", "double", "to"}
-)
 RANDOM = frozenset(
     {"dropout", "bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "alpha_dropout"}
 )
@@ -180,6 +171,8 @@ class Reading:
                     raise Refused("input-written", f"{path} writes its input between the parts", call.lineno)
                 self._submodule(path)
             return
+        if self._helper(call) is not None:
+            return
         if nodes:
             return self._operator(call, nodes)
         if isinstance(call.func, ast.Attribute) and call.func.attr in METADATA_CALLS:
@@ -197,6 +190,46 @@ class Reading:
             "input alone",
             call.lineno,
         )
+
+    def _helper(self, call: ast.Call) -> Kind:
+        """What a call of a small function or method gives that can do nothing but view and count, or None."""
+        view = self.view
+        chain = attribute_chain(call.func, view.source.self_name)
+        function: Any = None
+        if len(chain) == 1 and reads_plainly(view.module, chain):
+            function = method_of(view.module, chain[0])
+        elif isinstance(call.func, ast.Name) and not view.stores(call.func.id):
+            function = view.source.function.__globals__.get(call.func.id)  # type: ignore[attr-defined]
+        if not isinstance(function, types.FunctionType):
+            return None
+        return result_of(function, call, bool(chain), self._kind, self._kind_of_attribute)
+
+    def _kind(self, expression: ast.expr) -> Kind:
+        if self._is_tensor(expression):
+            return "tensor"
+        if isinstance(expression, (ast.Tuple, ast.List)):
+            return "plain" if all(self._kind(item) == "plain" for item in expression.elts) else None
+        if isinstance(expression, ast.Name):
+            return "plain" if self._is_size(expression.id) else None
+        return "plain" if self._is_scalar(expression) else None
+
+    def _kind_of_attribute(self, chain: tuple[str, ...]) -> Kind:
+        if not reads_plainly(self.view.module, chain):
+            return None
+        value = _value_at(self.view.module, chain)
+        return "plain" if isinstance(value, SCALARS) else "tensor" if type(value) in TENSORS else None
+
+    def _is_size(self, name: str) -> bool:
+        """Whether a name only ever holds sizes of a tensor, or a tuple of them and numbers."""
+        values, unpacked = self.view.assigned(name), self.view.unpacked(name)
+        if unpacked:
+            return len(unpacked) == len(self.view.stores(name)) and all(
+                isinstance(value, (ast.Attribute, ast.Call, ast.Subscript))
+                and self._unpacks_plainly(value)
+                and not any(self.view.nodes_at.get(part) for part in ast.walk(value))  # type: ignore[call-overload]
+                for value in unpacked
+            )
+        return bool(values) and all(self._is_scalar(value) for value in values)
 
     def _submodule(self, path: str) -> None:
         """Take note that a submodule is called: the plan proves what it is, or refuses the site."""
@@ -269,7 +302,8 @@ class Reading:
         if nodes:
             return any(isinstance(node.meta.get("val"), torch.Tensor) for node in nodes)
         if isinstance(expression, ast.Call):
-            return self._unseen_submodule(expression) is not None or self._is_method_of_tensor(expression)
+            unseen = self._unseen_submodule(expression) is not None or self._is_method_of_tensor(expression)
+            return unseen or self._helper(expression) == "tensor"
         if isinstance(expression, ast.BinOp):
             return self._on_tensors(expression)
         if isinstance(expression, ast.Name):
@@ -430,7 +464,7 @@ def reads_plainly(module: nn.Module, chain: Iterable[str]) -> bool:
             value = module_attribute(value, name)
             if value is MISSING or value is DYNAMIC:
                 return False
-        elif type(value) in (torch.Tensor, nn.Parameter):
+        elif type(value) in TENSORS:
             if name not in METADATA_ATTRS:
                 return False
             value = getattr(value, name)

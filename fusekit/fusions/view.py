@@ -48,6 +48,15 @@ class ForwardView:
         span = node.meta.get("span") if node.op not in UNEVALUATED else None
         return self._expressions.get(span) if span is not None else None
 
+    def stands_alone(self, expression: ast.expr) -> bool:
+        """Whether it is all of an assignment's value or the one argument of a call: needs no parentheses."""
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.Call) and node.args == [expression] and not node.keywords:
+                return True
+            if isinstance(node, ast.Assign) and node.value is expression:
+                return True
+        return False
+
     def text(self, node: ast.expr | ast.stmt) -> str:
         """The source text of an expression or statement."""
         return text_at(self.source.file_text, Span.of(node))
@@ -160,6 +169,20 @@ class ForwardView:
         """The values assigned to `name`; none where it is stored in any other way too."""
         values = [value for _, value in self._stores.get(name, ())]
         return [value for value in values if value is not None] if None not in values else []
+
+    def unpacked(self, name: str) -> list[ast.expr]:
+        """The values that are unpacked into `name` and others by an assignment."""
+        return self._unpacked.get(name, [])
+
+    @cached_property
+    def _unpacked(self) -> dict[str, list[ast.expr]]:
+        found: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(self.source.tree):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                for item in target.elts if isinstance(target, (ast.Tuple, ast.List)) else ():
+                    if isinstance(item, ast.Name):
+                        found.setdefault(item.id, []).append(node.value)  # type: ignore[attr-defined]
+        return found
 
     def place(self, expression: ast.expr) -> tuple[Block, int] | None:
         """The innermost block and the index of the statement in it that holds `expression`.

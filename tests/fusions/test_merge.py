@@ -201,7 +201,7 @@ PRINT = "input-may-be-written"
 @pytest.mark.parametrize(
     "cls, sites, left, reason, text",
     [
-        (GatedAfter, [("qkv", "q k v"), ("columns", "gate other")], "gate and other", PRINT, "heads(q, 4)"),
+        (GatedAfter, [("qkv", "q k v"), ("columns", "gate other")], "gate and other", PRINT, "attend("),
         (OneEscapes, [("columns", "q k v")], "gate", "module-escapes", "self.project(x)"),
         (OneTwice, [("columns", "q k")], "v", "called-twice", "self.v(x)"),
         (OneInALoop, [("columns", "q k")], "v", "called-twice", "v + self.v(x)"),
