@@ -6,7 +6,7 @@ from typing import Any
 
 from fusekit.forward import Edit
 
-FUSIONS = ("qkv", "kv", "mla", "columns", "glu", "rms_norm", "gated_rms_norm")  # those that fusekit finds by itself
+FUSIONS = ("qkv", "kv", "mla", "columns", "glu", "rms_norm", "gated_rms_norm")  # of fusekit itself
 
 
 @dataclass(frozen=True)

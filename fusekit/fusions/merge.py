@@ -66,7 +66,7 @@ def _merged(view: ForwardView, nodes: list[fx.Node]) -> Iterator[Match | Objecti
             said.setdefault((refused.reason, str(refused), refused.line), []).append(name)
     for (reason, message, line), left in said.items():
         yield Objection(label, reason, f"{' and '.join(left)} left out: {message}", line, parts)
-    if _several(rest):
+    if _several(view, rest):
         yield from _merged(view, rest)
 
 
@@ -142,13 +142,21 @@ def sibling_groups(view: ForwardView) -> list[list[fx.Node]]:
         assert isinstance(source, fx.Node)
         values.setdefault(source, []).append(node)
         tensors.setdefault(id(source.meta.get("val")), []).append(node)
-    groups = [group for group in values.values() if _several(group)]
+    groups = [group for group in values.values() if _several(view, group)]
     found = {node for group in groups for node in group}
-    return groups + [group for group in tensors.values() if _several(group) and not found & set(group)]
+    others = [group for group in tensors.values() if not found & set(group)]
+    return groups + [group for group in others if _several(view, group)]
 
 
-def _several(group: list[fx.Node]) -> bool:
-    return len({node.target for node in group}) > 1
+def _several(view: ForwardView, group: list[fx.Node]) -> bool:
+    return len({node.target for node in group}) > 1 or len(_called_as(view, group)) > 1
+
+
+def _called_as(view: ForwardView, nodes: list[fx.Node]) -> list[str]:
+    """The different texts `self.name` by which `nodes` are called."""
+    found = [view.expression(node) for node in nodes]
+    texts = [ast.unparse(call.func) for call in found if isinstance(call, ast.Call)]
+    return [text for text in dict.fromkeys(texts) if text.startswith(f"{view.source.self_name}.")]
 
 
 def is_linear_like(module: nn.Module | None) -> bool:
@@ -210,6 +218,10 @@ def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
     paths = [str(node.target) for node in nodes]
     for node in nodes:
         if paths.count(str(node.target)) > 1:
+            names = _called_as(view, [other for other in nodes if other.target == node.target])
+            if len(names) > 1:
+                why = f"{' and '.join(names)} are one module, and so read one weight"
+                raise Refused("tied", why, _line(nodes[-1]))
             raise Refused("called-twice", _twice(view, nodes, node), _line(node))
         call = view.call_of(node)
         if call is None:
@@ -282,8 +294,9 @@ def _twice(view: ForwardView, nodes: list[fx.Node], node: fx.Node) -> str:
     calls = list(dict.fromkeys(call for call in found if call is not None))
     if len(calls) < 2:
         return f"{node.target} is called in every round of a loop with one and the same input"
-    lines = " and ".join(str(call.lineno) for call in calls)
-    return f"{node.target} is called more than once with this input, at lines {lines}"
+    lines = list(dict.fromkeys(str(call.lineno) for call in calls))
+    where = f"lines {' and '.join(lines)}" if len(lines) > 1 else f"line {lines[0]}"
+    return f"{node.target} is called more than once with this input, at {where}"
 
 
 def _how(view: ForwardView, node: fx.Node) -> str:

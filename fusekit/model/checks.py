@@ -33,6 +33,7 @@ class Uses:
     modules: Counter[int]
     parameters: Counter[int]
     storages: dict[int, set[int]]  # storage -> parameters in it
+    model: nn.Module
 
     @classmethod
     def of(cls, model: nn.Module) -> "Uses":
@@ -47,7 +48,20 @@ class Uses:
                     storage = _storage_of(tensor)
                     if storage is not None:
                         storages.setdefault(storage, set()).add(id(tensor))
-        return cls(modules, parameters, storages)
+        return cls(modules, parameters, storages, model)
+
+    def of_module(self, module: nn.Module) -> list[str]:
+        """The paths under which the model has `module`."""
+        return [name for name, found in self.model.named_modules(remove_duplicate=False) if found is module]
+
+    def of_parameter(self, parameter: Any) -> list[tuple[str, nn.Module]]:
+        """(path, module that holds it) of each place where the model has `parameter`."""
+        return [
+            (f"{path}.{name}" if path else name, module)
+            for path, module in self.model.named_modules()
+            for name, own in module._parameters.items()
+            if own is parameter
+        ]
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -129,7 +143,7 @@ def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
     if type(part) is not nn.Linear:
         return "subclass", f"{path} is a {type(part).__name__}, which may compute more than nn.Linear"
     if uses.modules[id(part)] > 1:
-        return "tied", f"{path} is used in several places of the model"
+        return "tied", f"{path} is one module in several places: {_listed(uses.of_module(part))}"
     for name, parameter in part._parameters.items():
         found = _parameter_objection(f"{path}.{name}", parameter, uses)
         if found:
@@ -170,10 +184,18 @@ def _parameter_objection(path: str, parameter: Any, uses: Uses) -> Found:
     if not parameter.is_contiguous():
         return "layout", f"{path} is not contiguous: fusing and reverting would lay it out anew"
     if uses.parameters[id(parameter)] > 1:
-        return "tied", f"{path} is tied: another module uses it too"
+        places = uses.of_parameter(parameter)
+        with_embedding = any(isinstance(module, nn.Embedding) for _, module in places)
+        how = "shared with an embedding" if with_embedding else "tied: one parameter in several places"
+        return "tied", f"{path} is {how}: {_listed([place for place, _ in places])}"
     if parameter.device.type == "cpu" and parameter.is_shared():
         return "tied", f"{path} lies in memory shared with other processes"
     return None
+
+
+def _listed(places: list[str]) -> str:
+    more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+    return ", ".join(places[:4]) + more
 
 
 def _dtypes(path: str, part: nn.Module) -> str:

@@ -225,7 +225,7 @@ def test_the_most_that_is_safe_is_merged_and_the_rest_is_told_why(cls, sites, le
 
 def test_message_of_a_part_called_twice_says_how():
     (no,) = fk.plan(OneTwice()).refusals
-    assert "more than once with this input, at lines" in no.message
+    assert "more than once with this input, at line " in no.message
     (no,) = fk.plan(OneInALoop()).refusals
     assert "in every round of a loop with one and the same input" in no.message
 
@@ -387,3 +387,46 @@ def test_arguments_that_are_no_plain_name_are_refused():
 
     assert [no.reason for no in fk.plan(Attribute()).refusals] == ["different-inputs"]
     assert not fk.plan(Squeezed()).sites
+
+
+# -- one module, one parameter, two calls -----------------------------------------------------------
+
+
+class OneModule(Attention):
+    def __init__(self):
+        super().__init__()
+        self.other = self.q
+
+    def forward(self, x):
+        return self.q(x), self.other(x)
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Renamed(), Renamed()
+        self.embedding = nn.Embedding(8, 8)
+
+
+def test_one_module_under_two_names_of_the_forward_is_tied():
+    (no,) = fk.plan(OneModule()).refusals
+    assert no.reason == "tied" and "self.q and self.other are one module" in no.message
+
+
+def test_tied_modules_and_parameters_say_where():
+    model = Holder()
+    model.first.q = model.second.q
+    messages = {no.name: no for no in fk.plan(model).refusals}
+    assert {no.reason for no in messages.values()} == {"tied"}
+    assert "q is one module in several places: first.q, second.q" in messages["first"].message
+
+    model = Holder()
+    model.first.q.weight = model.second.gate.weight = nn.Parameter(torch.randn(8, 8))
+    (no,) = fk.plan(model).refusals
+    assert no.name == "first"
+    assert "tied: one parameter in several places: first.q.weight, second.gate.weight" in no.message
+
+    model = Holder()
+    model.first.q.weight = model.embedding.weight
+    (no,) = fk.plan(model).refusals
+    assert "shared with an embedding: first.q.weight, embedding.weight" in no.message
