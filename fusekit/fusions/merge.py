@@ -161,7 +161,7 @@ def _called_as(view: ForwardView, nodes: list[fx.Node]) -> list[str]:
 
 def is_linear_like(module: nn.Module | None) -> bool:
     """A linear, or what stands in the place of one: a subclass, a wrapper with a weight of two dimensions."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     if module is None or type(module).__module__.startswith("torch.nn.modules."):
         return False
@@ -205,6 +205,12 @@ def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
         activations=proof.activations,
         linears=proof.linears,
     )
+
+
+def is_conv1d(module: nn.Module | None) -> bool:
+    """Whether this is exactly the linear that GPT-2 calls Conv1D, whose weight is [in, out]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def order_of(view: ForwardView, nodes: list[fx.Node]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 from fusekit.fusions import Analysis, Match, Objection, Refusal, analyse
+from fusekit.fusions.merge import is_conv1d
 from fusekit.kernels import activation_name
 from fusekit.model.binding import applied_matches
 from fusekit.model.storage import is_plain, is_untouched
@@ -140,6 +141,12 @@ def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
     found = _call_objection(path, part)
     if found:
         return found
+    if is_conv1d(part):
+        why = (
+            f"{path} is a Conv1D, whose weight is [in, out]: beside another one in one tensor it would not "
+            "be contiguous, and could not be saved as it is"
+        )
+        return "layout", why
     if type(part) is not nn.Linear:
         return "subclass", f"{path} is a {type(part).__name__}, which may compute more than nn.Linear"
     if uses.modules[id(part)] > 1:

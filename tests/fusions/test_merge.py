@@ -430,3 +430,22 @@ def test_tied_modules_and_parameters_say_where():
     model.first.q.weight = model.embedding.weight
     (no,) = fk.plan(model).refusals
     assert "shared with an embedding: first.q.weight, embedding.weight" in no.message
+
+
+def test_conv1d_of_gpt2_is_a_linear_that_is_refused_for_its_layout():
+    from transformers.pytorch_utils import Conv1D
+
+    module = Renamed()
+    module.q, module.other = Conv1D(8, 8), Conv1D(6, 8)
+    (no,) = fk.plan(module).refusals
+    assert no.reason == "layout" and "q is a Conv1D" in no.message and no.parts == ("q", "other")
+    module.q = nn.Linear(8, 8)
+    (no,) = fk.plan(module).refusals
+    assert no.reason == "layout" and "other is a Conv1D" in no.message
+
+    class Scaled(Conv1D):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    module.q, module.other = Scaled(8, 8), Scaled(6, 8)
+    assert not fk.plan(module).sites
