@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import itertools
 import random
 
 import pytest
@@ -27,9 +28,14 @@ class Base(nn.Module):
         self.inner.d = nn.Linear(8, 8)
         self.scale = 2.0
         self.kept = []
+        self.flag, self.mode, self.absent = True, 1, None
 
     def plus(self, t):
         return t.add_(1)
+
+    def halves(self, t):
+        shape = t.shape[:-1] + (2, 4)
+        return t.view(shape).transpose(-1, -2).reshape(t.shape)
 
 """
 
@@ -52,6 +58,7 @@ EXPRESSIONS = [
     "{t}",
     "{t}.mul_(0.5)",
     "self.plus({t})",
+    "self.halves({t})",
     "F.relu({t}, inplace=True)",
     "torch.tanh({t})",
     "{t} if {t}.shape[0] > 1 else {u}",
@@ -74,6 +81,18 @@ STATEMENTS = [
 ]
 
 
+# Tests of settings, which change after the rewrite, and of other things.
+TESTS = ["self.flag", "not self.flag", "self.mode == 1", "self.mode > 1 and self.flag", "self.absent is None"]
+OTHERS = ["self.training", "self.scale > 1", "x.shape[0] > 1", "x is y"]
+IN_ARMS = [
+    "raise RuntimeError('arm')",
+    "return x, y, z",
+    "y = self.absent(x)",
+    "self.flag = not self.flag",
+    "pass",
+]
+
+
 def program(chooser):
     names = ["x", "y", "z"]
 
@@ -92,14 +111,29 @@ def program(chooser):
                 one, two = chooser.sample(["a", "b", "c", "inner.d"], 2)
                 name = chooser.choice(names)
                 lines.append(f"y, z = self.{one}({name}), self.{two}({name})")
-            elif kind < 0.9 or depth > 1:
+            elif kind < 0.86 or depth > 2:
                 lines.append(fill(chooser.choice(STATEMENTS)))
+            elif kind < 0.95:
+                lines += arms(depth)
             else:
                 head = chooser.choice(
                     ["if self.scale > 1:", "for _ in range(2):", "with torch.no_grad():", "if self.training:"]
                 )
                 lines.append(head)
                 lines += ["    " + line for line in block(depth + 1, chooser.randint(1, 3))]
+        return lines
+
+    def arms(depth):
+        lines = []
+        for head in ("if", *(["elif"] if chooser.random() < 0.3 else []), "else"):
+            if head == "else" and chooser.random() < 0.4:
+                continue
+            test = "" if head == "else" else f" {chooser.choice(TESTS * 4 + OTHERS)}"
+            lines.append(f"{head}{test}:")
+            inner = block(depth + 1, chooser.randint(1, 2))
+            if chooser.random() < 0.15:
+                inner.append(chooser.choice(IN_ARMS))
+            lines += ["    " + line for line in inner]
         return lines
 
     returned = chooser.choice(["x, y, z", "x * 1, y * 1, z * 1", "(x + y) * z,"])
@@ -134,12 +168,19 @@ def run(module, x, grad):
                 wanted = [leaf, *module.parameters()]
                 grads = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
                 found += grads
-    except (RuntimeError, UnboundLocalError):
+    except (RuntimeError, UnboundLocalError, TypeError):
         return RuntimeError
     return [tensor.detach().clone() for tensor in found]
 
 
 BATCHES, SIZE = 4, 30
+WAYS = [
+    (True, 1, True),
+    (True, 1, False),
+    (False, 1, True),
+    (True, 2, False),
+    (False, 2, True),
+]  # flag, mode, grad
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -152,20 +193,20 @@ def test_refused_or_equal(batch, tmp_path):
         module = getattr(classes, f"Forward{seed}")()
         twin = copy.deepcopy(module)
         fused += len(fk.fuse(module).sites)
-        for training in (True, False):
-            for grad in (True, False):
-                for one in (module, twin):
-                    one.train(training)
-                    one.scale = 2.0
-                    one.kept.clear()
-                x = torch.randn(2, 3, 8)
-                want, got = run(twin, x, grad), run(module, x, grad)
-                if want is RuntimeError and got is not RuntimeError:
-                    continue  # a fused forward may go through where the other was forbidden to
-                assert type(got) is type(want), f"Forward{seed}: {got}, {want}"
-                if want is not RuntimeError:
-                    for mine, his in zip(got, want, strict=True):
-                        torch.testing.assert_close(
-                            mine, his, rtol=1e-4, atol=1e-4, equal_nan=True, msg=f"Forward{seed}"
-                        )
+        for (flag, mode, grad), training in itertools.product(WAYS, (True, False)):
+            for one in (module, twin):
+                one.train(training)
+                one.scale, one.flag, one.mode = 2.0, flag, mode
+                one.absent = None if flag else one.c
+                one.kept.clear()
+            x = torch.randn(2, 3, 8)
+            want, got = run(twin, x, grad), run(module, x, grad)
+            if want is RuntimeError and got is not RuntimeError:
+                continue  # a fused forward may go through where the other was forbidden to
+            assert type(got) is type(want), f"Forward{seed}: {got}, {want}"
+            if want is not RuntimeError:
+                for mine, his in zip(got, want, strict=True):
+                    torch.testing.assert_close(
+                        mine, his, rtol=1e-4, atol=1e-4, equal_nan=True, msg=f"Forward{seed}"
+                    )
     assert fused > 5  # else nothing was tested
