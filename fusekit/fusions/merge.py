@@ -33,7 +33,7 @@ def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objectio
             continue
         seen.add(calls)
         for found in _merged(view, nodes):
-            if isinstance(found, Match):
+            if isinstance(found, Match) and _is_plain(view, found.parts):
                 if any(edit.span == other.span for edit in found.edits[1:] for other in merged):
                     continue  # some of them again, in another round
                 merged.update(found.edits[1:])
@@ -45,6 +45,11 @@ def _merged(view: ForwardView, nodes: list[fx.Node]) -> Iterator[Match | Objecti
     """The merge of `nodes`; else that of the most of them that is safe, and what the others stop at."""
     fusion, ordered = role(view.trace, nodes)
     try:
+        _prove(view, ordered)
+        # Where not all are plain linears the plan refuses the whole and says why; the plain ones it takes.
+        plain = [node for node in nodes if _is_plain(view, (str(node.target),))]
+        if 1 < len(plain) < len(nodes):
+            yield from _merged(view, plain)
         yield _match(view, nodes)
         return
     except Refused as refused:
@@ -68,6 +73,14 @@ def _merged(view: ForwardView, nodes: list[fx.Node]) -> Iterator[Match | Objecti
         yield Objection(label, reason, f"{' and '.join(left)} left out: {message}", line, parts)
     if _several(view, rest):
         yield from _merged(view, rest)
+
+
+def _is_plain(view: ForwardView, paths: tuple[str, ...]) -> bool:
+    """Whether these are exactly linears, and of one dtype: what all instances that are alike share."""
+    parts = [view.submodule(path) for path in paths]
+    if not all(type(part) is nn.Linear for part in parts):
+        return False
+    return len({own.dtype for part in parts for own in part.parameters()}) == 1  # type: ignore[union-attr]
 
 
 def _largest(view: ForwardView, nodes: list[fx.Node]) -> list[fx.Node]:

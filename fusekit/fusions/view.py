@@ -15,6 +15,7 @@ from fusekit.forward.reads import MISSING, module_attribute
 from fusekit.forward.rewriting import Block
 from fusekit.forward.span import lines_of
 from fusekit.tracing import Trace
+from fusekit.tracing.instrument import captured_names
 
 # Nodes whose spans say where a value is named: nothing is evaluated for them.
 UNEVALUATED = frozenset({"placeholder", "get_attr", "output"})
@@ -156,6 +157,8 @@ class ForwardView:
         count = function.co_argcount + function.co_kwonlyargcount
         for name in function.co_varnames[:count]:
             found.setdefault(name, []).append((function.co_firstlineno, None))
+        for node in ast.walk(self.source.tree):
+            stored |= _bound(node) if node is not self.source.tree else set()
         locals_ = {*function.co_varnames[count:], *function.co_cellvars, *function.co_freevars}
         for name in stored | (locals_ - set(found)):  # by `with`, `except`, `import`, `:=`, a closure
             found.setdefault(name, []).append((None, None))
@@ -214,6 +217,19 @@ class ForwardView:
         )
         above = lines_of(self.source.file_text)[statement.lineno - 2] if statement.lineno > 1 else ""
         return span, before, not before.strip() and not above.rstrip("\r\n").endswith("\\")
+
+
+def _bound(node: ast.AST) -> set[str]:
+    """The names that a node stores without naming them in an expression."""
+    if isinstance(node, ast.ExceptHandler):
+        return {node.name} if node.name else set()
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, ast.alias):
+        return {node.asname or node.name.partition(".")[0]}
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return set(node.names)
+    return captured_names(node) if isinstance(node, ast.pattern) else set()
 
 
 def _method_call_span(call: ast.Call, function: ast.Attribute) -> Span:

@@ -363,8 +363,49 @@ class Captured(Attention):
         return self.q(x), self.other(y)
 
 
+class CaughtAs(Attention):
+    def forward(self, x):
+        y = x
+        try:
+            self.rank + 1
+        except TypeError as y:
+            pass
+        return self.q(x), self.other(y)
+
+
+class MatchedAs(Attention):
+    def forward(self, x):
+        y = x
+        match self.rank:
+            case 5:
+                pass
+            case y:
+                pass
+        return self.q(x), self.other(y)
+
+
+class ImportedAs(Attention):
+    def forward(self, x):
+        y = x
+        if self.rank != 5:
+            import torch as y
+        return self.q(x), self.other(y)
+
+
 @pytest.mark.parametrize(
-    "cls", [Chosen, Cast, StoredTwice, StoredLater, SometimesNamed, NamedInALoop, Captured]
+    "cls",
+    [
+        CaughtAs,
+        MatchedAs,
+        ImportedAs,
+        Chosen,
+        Cast,
+        StoredTwice,
+        StoredLater,
+        SometimesNamed,
+        NamedInALoop,
+        Captured,
+    ],
 )
 def test_another_name_that_may_hold_another_value_is_refused(cls):
     module = cls()
@@ -449,3 +490,53 @@ def test_conv1d_of_gpt2_is_a_linear_that_is_refused_for_its_layout():
 
     module.q, module.other = Scaled(8, 8), Scaled(6, 8)
     assert not fk.plan(module).sites
+
+
+# -- parts that are no plain linears ----------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x):
+        return self.base_layer(x) * 2
+
+
+class OneByOne(Attention):
+    def forward(self, x):
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
+        q, k, v = heads(q, 4), heads(k, 4), heads(v, 3)
+        return attend(q, k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1))
+
+
+@pytest.mark.parametrize(
+    "one, fusion, left", [("q", "kv", ("k", "v")), ("v", "columns", ("q", "k")), ("k", "columns", ())]
+)
+def test_parts_beside_one_that_is_wrapped_are_merged_unless_it_runs_between_them(one, fusion, left):
+    module, x = OneByOne(), torch.randn(2, 3, 8)
+    setattr(module, one, Wrapped(getattr(module, one)))
+    plan = fk.plan(module)
+    assert [site.parts for site in plan.sites] == ([left] if left else [])
+    reasons = [(no.fusion, no.reason) for no in plan.refusals]
+    assert reasons == ([] if left else [(fusion, "input-may-be-written")]) + [("qkv", "adapter")]
+    want = module(x)
+    with plan.apply():
+        torch.testing.assert_close(module(x), want)
+        again = fk.plan(module)
+        assert not again.sites and [site.parts for site in again.applied] == ([left] if left else [])
+
+
+def test_fused_latent_attention_compiles_as_one_graph():
+    torch._dynamo.reset()
+    module, x = LatentQuery(), torch.randn(2, 3, 8)
+    want = module(x)
+    fk.fuse(module)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), want)
+    module.rank = None
+    torch.testing.assert_close(compiled(x), module(x))
+    torch._dynamo.reset()
