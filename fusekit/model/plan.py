@@ -34,8 +34,9 @@ class Site(Shown):
     """One place in a model where one fusion applies.
 
     `name` is the path of its module ("" for the model itself); `parts` are the merged linears,
-    relative to it, in the order of their rows (glu: gate, up; none for a norm). `applied` says
-    whether it was applied when the plan was made.
+    relative to it, in the order of their rows (qkv: query, key, value; kv: key, value; mla: that of the
+    query, that of key and value; each then others of the same input; glu: gate, up; none for a norm).
+    `applied` says whether it was applied when the plan was made.
     """
 
     name: str
@@ -229,9 +230,8 @@ def plan(
     tensor; only shapes and dtypes count. Each module is then looked at with what it would be called
     with.
 
-    `only` and `exclude`
-    name fusions (`qkv`, `kv`, `columns`, `glu`, `rms_norm`, `gated_rms_norm`), `layers` are patterns of
-    module paths as in `fnmatch`; a pattern takes everything under what it matches. A module that
+    `only` and `exclude` name fusions: `qkv`, `kv`, `mla`, `columns`, `glu`, `rms_norm`,
+    `gated_rms_norm` and those registered with `@fusekit.fusion`. `layers` are patterns of module paths as in `fnmatch`; a pattern takes everything under what it matches. A module that
     is used in several places is named by the first, as `named_modules()` does.
 
     Raises `FusekitError` for a fusion that does not exist or a pattern that matches no module.

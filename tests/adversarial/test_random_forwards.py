@@ -141,10 +141,49 @@ def program(chooser):
     return lines
 
 
+CALM = ["self.norm({t})", "self.halves({t})", "{t} * self.scale", "{t}.view({t}.shape)", "self.inner.d({t})"]
+
+
+def calm_program(chooser):
+    """Linears of x in arms of an `if` and beside it, calm code between them, and at times one that is not."""
+    linears = chooser.sample(["a", "b", "c"], 3)
+    lines = ["y = z = w = x"]
+
+    def between(depth):
+        kind = chooser.random()
+        if kind < 0.08:
+            return chooser.choice([*STATEMENTS, *IN_ARMS, "x = y", "y = x"]).format(t="x", u="y")
+        name = chooser.choice("yzw")
+        if kind < 0.2 and depth == 0:
+            return f"{name} = self.absent({name}) if self.absent is not None else {name}"
+        return f"{name} = {chooser.choice(CALM).format(t=chooser.choice('yzw'))}"
+
+    def branch(depth):
+        inner = [between(depth + 1) for _ in range(chooser.randint(0, 2))] or ["pass"]
+        if linears and chooser.random() < 0.6:
+            inner.append(f"{chooser.choice('yzw')} = self.{linears.pop()}(x)")
+        if depth < 2 and chooser.random() < 0.3:
+            inner += branches(depth + 1)
+        return ["    " + line for line in inner]
+
+    def branches(depth):
+        found = [f"if {chooser.choice(TESTS * 5 + OTHERS)}:", *branch(depth)]
+        return found + (["else:", *branch(depth)] if chooser.random() < 0.7 else [])
+
+    for _ in range(chooser.randint(1, 2)):
+        lines += branches(0)
+        lines += [between(0) for _ in range(chooser.randint(0, 2))]
+    while linears:
+        name, linear = chooser.choice("yzw"), linears.pop()
+        place = chooser.choice([1, len(lines)])
+        lines[place:place] = [f"{name} = self.{linear}(x)"]
+    return [*lines, "return x * 1, y * 1, z * 1, w * 1"]
+
+
 def module_of(path, seeds):
     text = HEAD
     for seed in seeds:
-        lines = program(random.Random(seed))
+        lines = (calm_program if seed % 2 else program)(random.Random(seed))
         text += f"class Forward{seed}(Base):\n    def forward(self, x):\n"
         text += "".join(f"        {line}\n" for line in lines) + "\n\n"
     path.write_text(text)
@@ -187,12 +226,14 @@ WAYS = [
 def test_refused_or_equal(batch, tmp_path):
     seeds = range(batch * SIZE, (batch + 1) * SIZE)
     classes = module_of(tmp_path / f"random_forwards_{batch}.py", seeds)
-    fused = 0
+    fused = in_arms = 0
     for seed in seeds:
         torch.manual_seed(seed)
         module = getattr(classes, f"Forward{seed}")()
         twin = copy.deepcopy(module)
-        fused += len(fk.fuse(module).sites)
+        sites = fk.fuse(module).sites
+        fused += len(sites)
+        in_arms += sum(" is None else " in str(site.diff) for site in sites)
         for (flag, mode, grad), training in itertools.product(WAYS, (True, False)):
             for one in (module, twin):
                 one.train(training)
@@ -209,4 +250,4 @@ def test_refused_or_equal(batch, tmp_path):
                     torch.testing.assert_close(
                         mine, his, rtol=1e-4, atol=1e-4, equal_nan=True, msg=f"Forward{seed}"
                     )
-    assert fused > 5  # else nothing was tested
+    assert fused > 5 and in_arms > 0  # else nothing was tested
