@@ -56,7 +56,7 @@ def movable(view: ForwardView, nodes: Sequence[fx.Node], inputs: frozenset[str],
         wanted[expression] = node
     _same_context(nodes)
     statements = _region(view, list(wanted), arms)
-    reading = Reading(view, frozenset(wanted))
+    reading = Reading(view, frozenset(wanted), inputs)
     reading.suppose(statements)
     walk = _Walk(view, reading, frozenset(inputs | {view.source.self_name}), set(wanted))
     if not walk.block(statements, ()):
@@ -101,6 +101,8 @@ class _Walk:
                     statement.lineno,
                 )
             self.reading.statement(statement)
+            if not any(node in self.left for node in ast.walk(statement)):
+                _check_rebinding(self.view, statement, self.inputs)
             if self._expressions(statement, tests):
                 return True
             self.reading.stored(statement)

@@ -33,7 +33,6 @@ from fusekit.fusions.helpers import (
 )
 from fusekit.fusions.match import Refused
 from fusekit.fusions.view import ForwardView
-from fusekit.tracing.instrument import names_in
 from fusekit.tracing.schema import node_effect, operator_name
 
 TENSORS = (torch.Tensor, nn.Parameter)
@@ -53,6 +52,7 @@ class Reading:
 
     view: ForwardView
     wanted: frozenset[ast.expr] = frozenset()
+    inputs: frozenset[str] = frozenset()  # what the wanted read on every way, and nothing may store again
     norms: set[str] = field(default_factory=set)
     activations: set[str] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
@@ -61,7 +61,7 @@ class Reading:
     _supposed: set[tuple[str, int]] = field(default_factory=set)  # stores (name, line) taken for tensors
     _held: set[tuple[str, int]] = field(default_factory=set)  # those found to be
     _relied: set[tuple[str, int]] = field(default_factory=set)  # those that something leans on
-    _unknown: set[str] = field(default_factory=set)  # names that unseen statements store something else in
+    _refuted: set[tuple[str, int]] = field(default_factory=set)  # those found to be something else
 
     def __post_init__(self) -> None:
         seen = sorted(SEES_NAMES & self.view.names)
@@ -111,15 +111,14 @@ class Reading:
             return
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         for target in targets:
-            if isinstance(target, ast.Name) and self._is_tensor(statement.value):
-                self._held.add((target.id, statement.lineno))
-            elif not isinstance(target, ast.Name) or not self._is_scalar(statement.value):
-                self._unknown |= names_in(target)
+            if isinstance(target, ast.Name):
+                found = self._held if self._is_tensor(statement.value) else self._refuted
+                found.add((target.id, statement.lineno))
 
     def settle(self) -> None:
         """Raise unless every name that was taken for a tensor was found to hold one."""
         for name, line in sorted(self._relied):
-            if (name, line) not in self._held or name in self._unknown:
+            if (name, line) not in self._held - self._refuted:
                 raise Refused("input-may-be-written", f"{name} may hold something else than a tensor", line)
 
     def truth(self, test: ast.expr) -> None:
@@ -142,8 +141,14 @@ class Reading:
         if isinstance(expression, ast.Attribute):
             return self._attribute(expression)
         if isinstance(expression, ast.Name):
-            if isinstance(expression.ctx, ast.Store) or expression.id not in self._unknown:
+            if isinstance(expression.ctx, ast.Store) or self._is_same_kind(expression.id):
                 return
+            raise Refused(
+                "input-may-be-written",
+                f"{expression.id} may hold something else where an if goes another way, and is used between "
+                "the parts",
+                expression.lineno,
+            )
         elif isinstance(expression, (ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.keyword)):
             return
         elif isinstance(expression, ast.Starred):
@@ -333,6 +338,53 @@ class Reading:
             and expression.attr in ("dtype", "device", "ndim")
             and self._is_tensor(expression.value)
         )
+
+    def _is_same_kind(self, name: str) -> bool:
+        """Whether a name holds what the trace saw in it, a tensor or a number whichever way an `if` goes."""
+        if name not in self.view.branched or name in self.inputs:
+            return True
+        tensors = {binding.line for binding in self.view.trace.bindings if binding.name == name}
+        unpacked = self.view.unpacked(name)
+        for line, value in self.view.values(name):
+            if line == self.view.source.function.__code__.co_firstlineno or line in tensors:
+                continue  # a parameter: the caller's
+            if line is None or not (value is not None and self._is_known(value)):
+                if line is not None and (name, line) in self._supposed:
+                    self._relied.add((name, line))
+                elif value is not None or not unpacked or not self._is_size(name):
+                    return False
+        return True
+
+    def _is_known(self, value: ast.expr, depth: int = 0) -> bool:
+        """Whether a value is a tensor, a number, or a display, from its text."""
+        if depth > 4 or self._is_tensor(value) or self._is_scalar(value):
+            return depth <= 4
+        parts: list[ast.expr] = []
+        if isinstance(value, (ast.Tuple, ast.List)):
+            return True
+        if isinstance(value, ast.IfExp):
+            parts = [value.body, value.orelse]
+        elif isinstance(value, ast.BoolOp):
+            parts = value.values
+        elif isinstance(value, ast.BinOp):
+            parts = [value.left, value.right]
+        elif isinstance(value, ast.Compare):
+            if all(isinstance(op, (ast.Is, ast.IsNot)) for op in value.ops):
+                return True
+            parts = [value.left, *value.comparators]
+        elif isinstance(value, ast.UnaryOp):
+            parts = [value.operand]
+        elif isinstance(value, ast.Subscript):
+            parts = [value.value]
+        elif isinstance(value, ast.Attribute):
+            return value.attr in METADATA_ATTRS and self._is_tensor(value.value)
+        elif isinstance(value, ast.Call):
+            function = value.func
+            is_metadata = isinstance(function, ast.Attribute) and function.attr in METADATA_CALLS
+            return is_metadata and self._is_tensor(function.value)  # type: ignore[attr-defined]
+        elif isinstance(value, ast.Name):
+            parts = self.view.assigned(value.id)
+        return bool(parts) and all(self._is_known(part, depth + 1) for part in parts)
 
     def _unseen_submodule(self, call: ast.Call) -> str | None:
         """The path of the submodule that a call the trace did not come by calls with one tensor."""

@@ -144,10 +144,11 @@ class ForwardView:
                 targets = [node.target]
                 value = node.value if isinstance(node, ast.AnnAssign) else None
             for target in targets:
+                singles = _pairs(target, value)
                 for part in ast.walk(target):
                     if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
                         known.add(part)
-                        alone = value if part is target else None
+                        alone = singles.get(part)
                         found.setdefault(part.id, []).append((node.lineno, alone))  # type: ignore[attr-defined]
         stored = {
             node.id
@@ -167,6 +168,23 @@ class ForwardView:
     def stores(self, name: str) -> list[int | None]:
         """The lines of the statements that store `name`, None for one that the trace does not follow."""
         return [line for line, _ in self._stores.get(name, ())]
+
+    def values(self, name: str) -> list[tuple[int | None, ast.expr | None]]:
+        """(line, value) of each statement that stores `name`; see `stores` and `assigned`."""
+        return self._stores.get(name, [])
+
+    @cached_property
+    def branched(self) -> frozenset[str]:
+        """The names that some arm of an `if` stores: what they hold depends on the way taken."""
+        return frozenset(
+            name.id
+            for statement in ast.walk(self.source.tree)
+            if isinstance(statement, (ast.If, ast.Match))
+            for block in blocks_of(statement)
+            for inner in block
+            for name in ast.walk(inner)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        )
 
     def assigned(self, name: str) -> list[ast.expr]:
         """The values assigned to `name`; none where it is stored in any other way too."""
@@ -217,6 +235,18 @@ class ForwardView:
         )
         above = lines_of(self.source.file_text)[statement.lineno - 2] if statement.lineno > 1 else ""
         return span, before, not before.strip() and not above.rstrip("\r\n").endswith("\\")
+
+
+def _pairs(target: ast.expr, value: ast.expr | None) -> dict[ast.expr, ast.expr]:
+    """The names of an assignment's target whose one value stands in the text: `a, b = 1, 2` has two."""
+    if value is None:
+        return {}
+    sequences = (ast.Tuple, ast.List)
+    if isinstance(target, sequences) and isinstance(value, sequences) and len(target.elts) == len(value.elts):
+        if not any(isinstance(item, ast.Starred) for item in (*target.elts, *value.elts)):
+            pairs = [_pairs(*pair) for pair in zip(target.elts, value.elts, strict=True)]
+            return {name: one for pair in pairs for name, one in pair.items()}
+    return {target: value}
 
 
 def _bound(node: ast.AST) -> set[str]:

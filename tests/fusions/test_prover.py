@@ -936,3 +936,85 @@ def test_call_that_a_setting_decides_is_merged_and_stays_right():
     module.scale = 3
     with pytest.raises(UnboundLocalError):
         module(x)
+
+
+class Sly:
+    """Has the methods of a tensor, and writes what it holds."""
+
+    def __init__(self):
+        self.held = None
+
+    def view(self, *shape):
+        self.held.zero_()
+        return self.held
+
+
+class OtherKindBefore(Settings):
+    def forward(self, x):
+        t = self.sly
+        q = self.q(x)
+        if self.flag:
+            t = q
+        t = t.view(-1, 8)
+        return t, self.k(x)
+
+
+class OtherKindBeforeTheParts(Settings):
+    def forward(self, x):
+        t = self.sly
+        if self.flag:
+            t = x * 2
+        q = self.q(x)
+        t = t.view(-1, 8)
+        return q, self.k(x), t
+
+
+class OtherKindInTheArmNotTaken(Settings):
+    def forward(self, x):
+        if self.flag:
+            t = x * 2
+        else:
+            t = self.sly
+        q = self.q(x)
+        t = t.view(-1, 8)
+        return q, self.k(x), t
+
+
+class OtherKindOnOneLine(Settings):
+    def forward(self, x):
+        q = self.q(x)
+        if not self.flag:
+            q = self.norm(q); q = self.sly  # noqa: E702  # fmt: skip
+        q = q.view(-1, 8)
+        return q, self.k(x)
+
+
+@pytest.mark.parametrize(
+    "cls", [OtherKindBefore, OtherKindBeforeTheParts, OtherKindInTheArmNotTaken, OtherKindOnOneLine]
+)
+def test_name_that_holds_another_kind_of_thing_on_another_way_is_refused(cls):
+    module = cls()
+    module.sly = Sly()
+    found = refusal(module)
+    assert found.reason == "input-may-be-written", found.message
+    x = module.sly.held = torch.randn(2, 3, 8)
+    module.flag = False
+    module(x)
+    assert not x.any()  # it does write
+
+
+class SameKind(Settings):
+    def forward(self, x, mask=None):
+        if self.rank is None:
+            shape, scale = (-1, 8), 2
+        else:
+            shape, scale = x.shape, None
+        if mask is None:
+            mask = x
+        q = self.q(x).view(shape)
+        q = q * (scale or 1) + mask
+        return q, self.k(x)
+
+
+def test_names_that_hold_sizes_numbers_and_tensors_on_every_way_are_passed():
+    assert [site.parts for site in fk.plan(SameKind()).sites] == [("q", "k")]
