@@ -65,10 +65,12 @@ def _merged(view: ForwardView, nodes: list[fx.Node]) -> Iterator[Match | Objecti
     label = fusion if role(view.trace, best)[0] != fusion else "columns"
     said: dict[tuple[str, str, int | None], list[str]] = {}
     for name in dict.fromkeys(str(node.target) for node in rest):
+        one = why
         try:
             _prove(view, [node for node in nodes if node.target == name or node in best])
         except Refused as refused:
-            said.setdefault((refused.reason, str(refused), refused.line), []).append(name)
+            one = refused
+        said.setdefault((one.reason, str(one), one.line), []).append(name)
     for (reason, message, line), left in said.items():
         yield Objection(label, reason, f"{' and '.join(left)} left out: {message}", line, parts)
     if _several(view, rest):
@@ -86,7 +88,7 @@ def _is_plain(view: ForwardView, paths: tuple[str, ...]) -> bool:
 def _largest(view: ForwardView, nodes: list[fx.Node]) -> list[fx.Node]:
     """The most of `nodes` that may be merged, of several such the one with a role; [] where no two may.
 
-    What is safe for some is so for fewer of them, so from each first one it is enough to add others.
+    What is safe for some is so for fewer of them, so from each one it is enough to add others.
     """
     targets = [node.target for node in nodes]
     once = [node for node in nodes if targets.count(node.target) == 1]
@@ -94,7 +96,8 @@ def _largest(view: ForwardView, nodes: list[fx.Node]) -> list[fx.Node]:
     rank = (1, 0)
     for index, first in enumerate(once):
         chosen = [first]
-        for other in (*once[index + 1 :], *once[index + 1 :]):
+        later = once[index + 1 :]
+        for other in (*later, *once[:index], *later):
             if other not in chosen:
                 some = [node for node in once if node in chosen or node is other]
                 try:
@@ -185,7 +188,8 @@ def is_linear_like(module: nn.Module | None) -> bool:
 
 def _prove(view: ForwardView, nodes: list[fx.Node]) -> tuple[list[ast.Call], str, Proof]:
     """(the calls of `nodes`, the name of what they read, the proof that they may be merged), or `Refused`."""
-    calls, name = merged_calls(view, nodes), input_name(view, nodes)
+    calls = merged_calls(view, nodes)
+    name = _name_of(view, calls[0], calls)
     proof = movable(view, nodes, frozenset({name}), arms=True)
     if len({node.args for node in nodes}) > 1:
         raise Refused("input-written", "the input is written between the parts", _line(nodes[-1]))
@@ -262,12 +266,6 @@ def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
                 call.lineno,
             )
     return calls
-
-
-def input_name(view: ForwardView, nodes: list[fx.Node]) -> str:
-    """The name by which a line before the first of `merged_calls` reads their input."""
-    calls = merged_calls(view, nodes)
-    return _name_of(view, calls[0], calls)
 
 
 def _name_of(view: ForwardView, call: ast.Call, calls: list[ast.Call]) -> str:

@@ -61,6 +61,7 @@ class Reading:
     _supposed: set[tuple[str, int]] = field(default_factory=set)  # stores (name, line) taken for tensors
     _held: set[tuple[str, int]] = field(default_factory=set)  # those found to be
     _relied: set[tuple[str, int]] = field(default_factory=set)  # those that something leans on
+    _assumed: set[str] = field(default_factory=set)  # names taken for tensors while their stores are checked
     _refuted: set[tuple[str, int]] = field(default_factory=set)  # those found to be something else
 
     def __post_init__(self) -> None:
@@ -311,6 +312,8 @@ class Reading:
             return unseen or self._helper(expression) == "tensor"
         if isinstance(expression, ast.BinOp):
             return self._on_tensors(expression)
+        if isinstance(expression, ast.Name) and expression.id in self._assumed:
+            return True
         if isinstance(expression, ast.Name):
             lines = {binding.line for binding in self.view.trace.bindings if binding.name == expression.id}
             supposed = {line for name, line in self._supposed if name == expression.id} - lines
@@ -343,6 +346,13 @@ class Reading:
         """Whether a name holds what the trace saw in it, a tensor or a number whichever way an `if` goes."""
         if name not in self.view.branched or name in self.inputs:
             return True
+        kept, self._assumed = self._assumed, {*self._assumed, name}  # while its other stores are looked at
+        try:
+            return self._stores_one_kind(name)
+        finally:
+            self._assumed = kept
+
+    def _stores_one_kind(self, name: str) -> bool:
         tensors = {binding.line for binding in self.view.trace.bindings if binding.name == name}
         unpacked = self.view.unpacked(name)
         for line, value in self.view.values(name):

@@ -540,3 +540,21 @@ def test_fused_latent_attention_compiles_as_one_graph():
     module.rank = None
     torch.testing.assert_close(compiled(x), module(x))
     torch._dynamo.reset()
+
+
+class FirstFitsTheLater(Attention):
+    """q may go with k, v and other, gate only with q: the larger set is found though q comes first."""
+
+    def forward(self, x):
+        y = x
+        if self.rank != 5:
+            y = y * 2
+        return self.q(x), self.gate(y), self.k(x), self.v(x)
+
+
+def test_largest_is_found_whichever_comes_first():
+    plan = fk.plan(FirstFitsTheLater())
+    assert [site.parts for site in plan.sites] == [("q", "k", "v")]
+    (no,) = plan.refusals
+    assert no.reason == "different-inputs" and no.message.endswith("under two names")
+    assert "gate left out: " in no.message
