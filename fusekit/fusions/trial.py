@@ -14,6 +14,7 @@ from fusekit.forward import NoSource, compile_edited
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing import Trace
+from fusekit.tracing.instrument import names_in
 from fusekit.tracing.schema import operator_name
 from fusekit.tracing.trace import run_again
 
@@ -36,7 +37,8 @@ def try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objec
     tries = [match]
     if match.storage:
         copy = replace(match, copied=True)
-        tries = [copy] if _depends_on_layout(view) or _has_unseen_view(view) else [match, copy]
+        unseen = _has_unseen_view(view) or _may_hand_out_unseen(view, match)
+        tries = [copy] if _depends_on_layout(view) or unseen else [match, copy]
     befores = [view.trace, *(_other_ranks(view) if match.storage else ())]
     for tried in tries:
         extra = {match.storage: _stand_in(view, tried)} if match.storage else {}
@@ -73,6 +75,51 @@ def _has_unseen_view(view: ForwardView) -> bool:
         and node.func.attr in VIEWS
         and not view.nodes_at.get(node)
         for node in ast.walk(view.source.tree)
+    )
+
+
+def _may_hand_out_unseen(view: ForwardView, match: Match) -> bool:
+    """Whether one of several returns may give a part's output, or a view of it, as it is.
+
+    The trace came by one of them.
+    """
+    returns = [node for node in ast.walk(view.source.tree) if isinstance(node, ast.Return) and node.value]
+    if len(returns) < 2:
+        return False
+    calls = {f"{view.source.self_name}.{part}" for part in match.parts}
+
+    def is_output(value: ast.expr) -> bool:
+        while not (isinstance(value, ast.Call) and ast.unparse(value.func) in calls):
+            if isinstance(value, ast.Call):
+                value = value.func
+            elif isinstance(value, (ast.Attribute, ast.Subscript)):
+                value = value.value
+            else:
+                return isinstance(value, ast.Name) and value.id in names
+        return True
+
+    names: set[str] = set()
+    stored = [node for node in ast.walk(view.source.tree) if isinstance(node, ast.Assign)]
+    known = -1
+    while known < len(names):  # names of names
+        known = len(names)
+        for node in stored:
+            parts = node.value.elts if isinstance(node.value, (ast.Tuple, ast.List)) else [node.value]
+            if any(is_output(part) for part in parts):
+                names |= {name for target in node.targets for name in names_in(target)}
+    return any(
+        is_output(part)
+        for whole in (node.value for node in returns if node.value is not None)
+        for part in ast.walk(whole)
+        if isinstance(part, (ast.Name, ast.Call)) and not _is_operand(part, whole)
+    )
+
+
+def _is_operand(part: ast.expr, whole: ast.expr) -> bool:
+    """Whether `part` is only computed with in `whole`: what arithmetic gives is fresh."""
+    return any(
+        isinstance(node, (ast.BinOp, ast.Compare)) and any(inner is part for inner in ast.walk(node))
+        for node in ast.walk(whole)
     )
 
 

@@ -58,3 +58,36 @@ def test_a_view_in_a_branch_that_the_trace_did_not_take_is_right_when_it_is(flat
 @pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 4, 8), (8,)])
 def test_a_view_that_only_splits_the_last_dimension_needs_no_copy(shape):
     assert not same(SplitsTheLast(), torch.randn(shape)).copied
+
+
+class HandsOut(Pair):
+    flag = False
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        if self.flag:
+            t = q.transpose(0, 1)
+            return t, k
+        return q * 2, k * 2
+
+
+class HandsOutNothing(HandsOut):
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        if self.flag:
+            return q * k, q + 1
+        return q * 2, k * 2
+
+
+def test_an_output_handed_out_by_a_return_that_the_trace_did_not_take_is_one_of_its_own():
+    model, x = HandsOut(), torch.randn(2, 5, 8)
+    model.flag = True
+    want = model(x)
+    model.flag = False
+    assert same(model, x).copied
+    with fk.fuse(model):
+        model.flag = True
+        got = model(x)
+    assert [out.stride() for out in got] == [out.stride() for out in want]
+    assert got[0].untyped_storage()._cdata != got[1].untyped_storage()._cdata
+    assert not same(HandsOutNothing(), x).copied
