@@ -131,7 +131,7 @@ def _without_source(module: nn.Module, error: NoSource) -> Analysis:
 
 
 def _is_worth_tracing(module: nn.Module, source: ForwardSource) -> bool:
-    """Whether the forward can call two linears (or one by two names), cut one in two, or be or hold a norm."""
+    """Whether the forward can call two linears (or one by two names), cut one, or be or hold a norm."""
     reached = linears_reached(module, source)
     names = sum(id(child) in reached for child in module._modules.values())
     if max(len(reached), names) >= 2 or (reached and _cuts(source)):

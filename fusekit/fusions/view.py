@@ -12,7 +12,7 @@ from torch import fx
 from fusekit.errors import FusekitError
 from fusekit.forward import ForwardSource, Span, block_chain, text_at
 from fusekit.forward.reads import MISSING, module_attribute
-from fusekit.forward.rewriting import Block
+from fusekit.forward.rewriting import Block, blocks_of
 from fusekit.forward.span import lines_of
 from fusekit.tracing import Trace
 from fusekit.tracing.instrument import captured_names

@@ -231,8 +231,9 @@ def plan(
     with.
 
     `only` and `exclude` name fusions: `qkv`, `kv`, `mla`, `columns`, `glu`, `rms_norm`,
-    `gated_rms_norm` and those registered with `@fusekit.fusion`. `layers` are patterns of module paths as in `fnmatch`; a pattern takes everything under what it matches. A module that
-    is used in several places is named by the first, as `named_modules()` does.
+    `gated_rms_norm` and those registered with `@fusekit.fusion`. `layers` are patterns of module
+    paths as in `fnmatch`; a pattern takes everything under what it matches. A module that is used in
+    several places is named by the first, as `named_modules()` does.
 
     Raises `FusekitError` for a fusion that does not exist or a pattern that matches no module.
     """
