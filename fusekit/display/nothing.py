@@ -19,9 +19,11 @@ _LINEARS = "several nn.Linear that read one value"
 SOUGHT = {
     "qkv": _LINEARS,
     "kv": _LINEARS,
+    "mla": _LINEARS,
     "columns": _LINEARS,
-    "glu": "act(gate(x)) * up(x), of two nn.Linear",
+    "glu": "act(gate(x)) * up(x), of two nn.Linear or of one that is cut in two",
     "rms_norm": "an RMSNorm written out in a forward",
+    "gated_rms_norm": "an RMSNorm written out, with act(gate) before or behind it",
 }
 
 
@@ -48,7 +50,7 @@ def _sought(fusions: Sequence[str]) -> list[list[str]]:
     """[fusions, what they are found by], one row for those that are found alike."""
     found: dict[str, list[str]] = {}
     for fusion in fusions:
-        found.setdefault(SOUGHT.get(fusion, ""), []).append(fusion)
+        found.setdefault(SOUGHT.get(fusion, "a fusion of your own"), []).append(fusion)
     return [[", ".join(names), what] for what, names in found.items()]
 
 

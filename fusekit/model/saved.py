@@ -73,7 +73,7 @@ class SavedPlan(Shown):
     versions: tuple[tuple[str, str], ...] = ()
 
     def to_frame(self) -> "pandas.DataFrame":
-        """One row a site or refusal, with the columns of `Plan.to_frame` but `roles`, which need the model."""
+        """One row a site or refusal, with the columns of `Plan.to_frame` but `roles`."""
         import pandas as pd
 
         rows = []

@@ -32,7 +32,7 @@ def test_without_refusals_it_says_what_was_looked_for_and_what_the_model_is_made
     model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1), nn.LayerNorm(3))
     for shown in (display.text(fk.plan(model)), read(display.html(fk.plan(model))).text):
         assert "othing to fuse in Sequential" in shown
-        assert "qkv, kv, columns" in shown and "act(gate(x)) * up(x)" in shown and "RMSNorm" in shown
+        assert "qkv, kv, mla, columns" in shown and "act(gate(x)) * up(x)" in shown and "RMSNorm" in shown
         assert "made of 2 Conv1d, 1 LayerNorm; it has no nn.Linear, and only those are merged" in shown
     text = display.text(fk.plan(model, only="rms_norm"))
     assert "RMSNorm" in text and "glu" not in text and "no nn.Linear" not in text

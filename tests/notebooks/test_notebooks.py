@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom, and what is committed is what a run shows."""
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -60,11 +61,14 @@ def texts(output):
 
 
 def kinds(notebook):
-    """For each code cell, what sort of outputs it has."""
+    """For each code cell, what sort of outputs it has; what is printed may come in one piece or several."""
     return [
         [
-            (output.output_type, *sorted(output.get("data", {})), output.get("name", ""))
-            for output in cell.outputs
+            kind
+            for kind, _ in itertools.groupby(
+                (output.output_type, *sorted(output.get("data", {})), output.get("name", ""))
+                for output in cell.outputs
+            )
         ]
         for cell in code_cells(notebook)
     ]
