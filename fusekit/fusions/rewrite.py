@@ -14,7 +14,6 @@ from fusekit.fusions.match import Match, Refused
 from fusekit.fusions.prover import movable
 from fusekit.fusions.reading import RANDOM
 from fusekit.fusions.view import ForwardView
-from fusekit.tracing.instrument import names_in
 from fusekit.tracing.schema import node_effect, operator_name
 
 CONSTANTS = (int, float, bool, str, type(None))
@@ -44,9 +43,12 @@ def rewrite(
         _is_pure(node)
     for node in nodes[:-1]:
         _is_used_only_by(node, set(nodes))
-    movable(view, nodes, frozenset())
+    proof = movable(view, nodes, frozenset())
     whole = view.expression(nodes[-1])
     assert whole is not None  # movable asked for it
+    for part in proof.in_arms:
+        why = f"{view.text(part)} stands in an arm of an if that lies between the parts"
+        raise Refused("different-branches", why, part.lineno)
     inner = {expression for node in nodes[:-1] if (expression := view.expression(node)) is not None}
     removed = _removed(view, inner, whole)
     for statement in removed:
@@ -61,6 +63,9 @@ def rewrite(
         calls,
         tuple(sorted(edits)),
         whole.lineno,
+        norms=proof.norms,
+        activations=proof.activations,
+        linears=proof.linears,
         functions=((name, function),),
         replaced=frozenset(calls),
     )
@@ -220,12 +225,10 @@ def _holds_until(
     place, end = view.place(operand), view.place(view.expression(nodes[-1]))  # type: ignore[arg-type]
     assert place is not None and end is not None
     for statement in end[0][place[1] : end[1]]:
-        if statement not in removed and isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            stored = {name for target in targets for name in names_in(target)}
-            for name in sorted(stored & names):
-                why = f"{name} is stored again between the parts: {view.text(statement)}"
-                raise Refused("input-rebound", why, statement.lineno)
+        for stored in ast.walk(statement) if statement not in removed else ():
+            if isinstance(stored, ast.Name) and stored.id in names and not isinstance(stored.ctx, ast.Load):
+                why = f"{stored.id} is stored again between the parts: {view.text(statement)}"
+                raise Refused("input-rebound", why, stored.lineno)
 
 
 def _line(node: fx.Node) -> int | None:

@@ -180,6 +180,26 @@ class Rebound(Two):
         return first + self.b(y) + x.mean()
 
 
+class ReboundInAnArm(Two):
+    double = False
+
+    def forward(self, x, y):
+        first = self.a(x)
+        if self.double:
+            x = x * 2
+        return first + self.b(y) + x.mean()
+
+
+class InAnArm(Two):
+    twice = True
+
+    def forward(self, x, y):
+        first = self.a(x)
+        if self.twice:
+            first = first + self.b(y)
+        return first
+
+
 class Branches(Two):
     def forward(self, x, y, flag=True):
         first = self.a(x)
@@ -224,7 +244,9 @@ class Foreign(Two):
         (KeptUnseen, "module-escapes", "first = self.a(x) stores, is also read in line"),
         (Written, "input-written", "y.mul_(2)"),
         (Rebound, "input-rebound", "x is stored again"),
-        (Branches, "different-branches", "different branches"),
+        (ReboundInAnArm, "input-rebound", "x is stored again"),
+        (InAnArm, "different-branches", "different branches"),
+        (Branches, "different-branches", ""),
         (Sometimes, "different-branches", "only sometimes"),
         (Modes, "different-context", "different grad modes"),
         (Caught, "module-escapes", "first"),
@@ -275,6 +297,24 @@ def test_without_a_tolerance_the_numbers_are_not_tried():
     plan = fk.plan(model)
     assert plan.sites
     assert not plan.verify({"x": inputs()[0], "y": inputs()[1]}).ok
+
+
+def test_what_runs_between_is_asked_of_each_instance(linear_add):
+    class Three(Two):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Linear(8, 8)
+
+        def forward(self, x, y):
+            first = self.a(x)
+            y = self.c(y)
+            return first + self.b(y)
+
+    model = nn.ModuleList([Three(), Three()])
+    model[0].c.register_forward_pre_hook(lambda module, given: given[0].mul_(2))
+    plan = fk.plan(model, only="linear_add")
+    assert [site.name for site in plan.sites] == ["1"]
+    assert [(refusal.name, refusal.reason) for refusal in plan.refusals] == [("0", "input-may-be-written")]
 
 
 def test_it_needs_no_weights(linear_add):

@@ -1,6 +1,7 @@
 """A model written in the notebook itself: cells run by a real shell, edited and run again."""
 
 import linecache
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -68,7 +69,10 @@ def run(request, tmp_path, capsys):
         shell.compile = shell.compiler_class()
 
     def run(cell):
-        done = shell.run_cell(cell, store_history=True)
+        # In a thread of its own: the browser's tests leave an event loop running in this one, and a
+        # cell may await.
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(shell.run_cell, cell, store_history=True).result()
         assert done.success, capsys.readouterr()
         return shell.user_ns
 
