@@ -1059,3 +1059,13 @@ def test_any_order_of_casts_is_fused_in_its_own_bits_or_refused(
     else:
         said = ("no order of rounding gives its bits", "lays its result out otherwise")
         assert any(words in plan.refusals[0].message for words in said)
+
+
+def test_an_arm_that_this_instance_cannot_run_does_not_matter():
+    module = OptionalScale()
+    module.with_scale = False
+    del module.weight
+    want = module(ROWS)
+    with fk.fuse(module) as fused:
+        assert [site.fusion for site in fused.sites] == ["rms_norm"]
+        assert torch.equal(module(ROWS), want)
