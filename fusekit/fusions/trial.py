@@ -1,7 +1,7 @@
 """Trying a rewrite out on meta before it is offered: can anybody tell its results from the original's?"""
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from fusekit import kernels
 from fusekit.errors import FusekitError
 from fusekit.forward import NoSource, compile_edited
+from fusekit.forward.reads import attribute_chain
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing import Trace
@@ -37,8 +38,7 @@ def try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objec
     tries = [match]
     if match.storage:
         copy = replace(match, copied=True)
-        unseen = _has_unseen_view(view) or _may_hand_out_unseen(view, match)
-        tries = [copy] if _depends_on_layout(view) or unseen else [match, copy]
+        tries = [copy] if _depends_on_layout(view) or _is_unsure(view, match) else [match, copy]
     befores = [view.trace, *(_other_ranks(view) if match.storage else ())]
     for tried in tries:
         extra = {match.storage: _stand_in(view, tried)} if match.storage else {}
@@ -64,55 +64,109 @@ def _first_failure(
     return None
 
 
-VIEWS = frozenset({"view", "view_as"})  # may be refused to a slice where an output of its own could give them
+# May be refused to a slice where an output of its own could give them.
+VIEWS = frozenset({"view", "view_as", "view_as_complex"})
+CHOICES = (ast.IfExp, ast.BoolOp, ast.NamedExpr)
 
 
-def _has_unseen_view(view: ForwardView) -> bool:
-    """Whether the forward holds a view that the trace did not come by: in a branch not taken, say."""
-    return any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in VIEWS
-        and not view.nodes_at.get(node)
-        for node in ast.walk(view.source.tree)
-    )
+def _is_unsure(view: ForwardView, match: Match) -> bool:
+    """Whether slices may meet, on a way that the trace did not go, what only an output of its own can give.
 
-
-def _may_hand_out_unseen(view: ForwardView, match: Match) -> bool:
-    """Whether one of several returns may give a part's output, or a view of it, as it is.
-
-    The trace came by one of them.
+    That is a view, a call of the module's own that is not followed, or a return of it as it is.
     """
-    returns = [node for node in ast.walk(view.source.tree) if isinstance(node, ast.Return) and node.value]
-    if len(returns) < 2:
-        return False
-    calls = {f"{view.source.self_name}.{part}" for part in match.parts}
+    outputs = _Outputs(view, match)
+    for node in ast.walk(view.source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            seen = bool(view.nodes_at.get(node))
+            receivers = [node.func.value, *node.args[:1]]
+            if node.func.attr in VIEWS and (not seen or any(map(outputs.is_shaky, receivers))):
+                return True
+            own = attribute_chain(node.func, view.source.self_name)
+            if own and not seen and any(map(outputs.holds, node.args)):
+                return True
+    return outputs.are_handed_out()
 
-    def is_output(value: ast.expr) -> bool:
-        while not (isinstance(value, ast.Call) and ast.unparse(value.func) in calls):
-            if isinstance(value, ast.Call):
-                value = value.func
+
+class _Outputs:
+    """What may hold an output of a merged part, or a view of one, on some way through the forward."""
+
+    def __init__(self, view: ForwardView, match: Match):
+        self.view, self.tree = view, view.source.tree
+        self._calls = {f"{view.source.self_name}.{part}" for part in match.parts}
+        self.names: set[str] = set()
+        # Those that hold something else on another way, and from which line on.
+        self.shaky: dict[str, int] = {}
+        self._repeats = any(isinstance(node, (ast.For, ast.While)) for node in ast.walk(self.tree))
+        arms = {
+            (name.id, name.lineno)
+            for node in ast.walk(self.tree)
+            if isinstance(node, (ast.If, ast.Match))
+            for name in ast.walk(node)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        }
+        stored = [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign)]
+        known = -1
+        while known < len(self.names) + len(self.shaky):  # names of names
+            known = len(self.names) + len(self.shaky)
+            for node in stored:
+                parts = node.value.elts if isinstance(node.value, (ast.Tuple, ast.List)) else [node.value]
+                targets = {name for target in node.targets for name in names_in(target)}
+                if any(map(self.holds, parts)):
+                    self.names |= targets
+                if any(map(self.is_shaky, parts)):
+                    self._shake((name, node.lineno) for name in targets)
+            self._shake((name, line) for name, line in arms if name in self.names)
+
+    def _shake(self, stores: Iterable[tuple[str, int]]) -> None:
+        for name, line in stores:
+            self.shaky[name] = min(line, self.shaky.get(name, line))
+
+    def holds(self, value: ast.expr) -> bool:
+        if isinstance(value, CHOICES):
+            return any(self.holds(part) for part in _choices(value))
+        base = self._base(value)
+        return (
+            base is None
+            or (isinstance(base, ast.Name) and base.id in self.names)
+            or (isinstance(base, CHOICES) and self.holds(base))
+        )
+
+    def is_shaky(self, value: ast.expr) -> bool:
+        base = self._base(value)
+        if isinstance(base, CHOICES):
+            return self.holds(base)
+        if not isinstance(base, ast.Name) or base.id not in self.shaky:
+            return False
+        return self._repeats or base.lineno > self.shaky[base.id]
+
+    def _base(self, value: ast.expr) -> ast.expr | None:
+        """What the methods, attributes and items of `value` are of; None for the call of a part."""
+        while not (isinstance(value, ast.Call) and ast.unparse(value.func) in self._calls):
+            if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+                value = value.func.value
             elif isinstance(value, (ast.Attribute, ast.Subscript)):
                 value = value.value
             else:
-                return isinstance(value, ast.Name) and value.id in names
-        return True
+                return value
+        return None
 
-    names: set[str] = set()
-    stored = [node for node in ast.walk(view.source.tree) if isinstance(node, ast.Assign)]
-    known = -1
-    while known < len(names):  # names of names
-        known = len(names)
-        for node in stored:
-            parts = node.value.elts if isinstance(node.value, (ast.Tuple, ast.List)) else [node.value]
-            if any(is_output(part) for part in parts):
-                names |= {name for target in node.targets for name in names_in(target)}
-    return any(
-        is_output(part)
-        for whole in (node.value for node in returns if node.value is not None)
-        for part in ast.walk(whole)
-        if isinstance(part, (ast.Name, ast.Call)) and not _is_operand(part, whole)
-    )
+    def are_handed_out(self) -> bool:
+        """Whether a return that the trace may not have come by gives one as it is."""
+        returns = [node.value for node in ast.walk(self.tree) if isinstance(node, ast.Return) and node.value]
+        for whole in returns:
+            chosen = any(isinstance(node, CHOICES) for node in ast.walk(whole))
+            is_one = self.holds if len(returns) > 1 or chosen else self.is_shaky
+            for part in ast.walk(whole):
+                if isinstance(part, (ast.Name, ast.Call)) and not _is_operand(part, whole) and is_one(part):
+                    return True
+        return False
+
+
+def _choices(value: ast.expr) -> list[ast.expr]:
+    """What a conditional expression, `and`, `or` or `:=` may give."""
+    if isinstance(value, ast.IfExp):
+        return [value.body, value.orelse]
+    return value.values if isinstance(value, ast.BoolOp) else [value.value]  # type: ignore[attr-defined]
 
 
 def _is_operand(part: ast.expr, whole: ast.expr) -> bool:

@@ -16,7 +16,6 @@ from fusekit.forward.once import nothing_changes
 from fusekit.fusions import FUSIONS, Analysis, Match, Objection, Refusal, analyse, own_fusions
 from fusekit.model.binding import applied_matches
 from fusekit.model.checks import Uses, refusal_from, refusal_of
-from fusekit.model.parallel import Role, roles_around
 from fusekit.model.selection import Selection, did_you_mean
 from fusekit.shown import Shown
 from fusekit.tracing import AliasReport, Assumption, Trace, aliasing
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     import pandas
 
     from fusekit.model.apply import Fused
+    from fusekit.model.parallel import Role
     from fusekit.model.verify import VerifyReport
 
 
@@ -76,12 +76,14 @@ class Site(Shown):
         return aliasing(self.module)
 
     @functools.cached_property
-    def roles(self) -> dict[str, Role]:
+    def roles(self) -> "dict[str, Role]":
         """The role under tensor parallelism of its linears and of those that take their result.
 
         By path relative to the module: "column", "row" or "replicated", as `fusekit.model.parallel`
         finds them in the dataflow; empty for a norm.
         """
+        from fusekit.model.parallel import roles_around
+
         return roles_around(self.trace, self.module, self.parts)
 
 

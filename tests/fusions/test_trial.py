@@ -91,3 +91,80 @@ def test_an_output_handed_out_by_a_return_that_the_trace_did_not_take_is_one_of_
     assert [out.stride() for out in got] == [out.stride() for out in want]
     assert got[0].untyped_storage()._cdata != got[1].untyped_storage()._cdata
     assert not same(HandsOutNothing(), x).copied
+
+
+class ReluInTraining(Pair):
+    def forward(self, x, scale=None):
+        q, k = self.q(x), self.k(x)
+        if self.training:
+            q = torch.relu(q)
+        if scale is None:
+            k = k * 2.0
+        return q.view(x.shape[0], -1) * k.view(x.shape[0], -1)
+
+
+class Chosen(Pair):
+    flag = False
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        z = q if self.flag else q + k
+        return z.view(x.shape[0], -1)
+
+
+class ChosenInPlace(Pair):
+    flag = False
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        return (q * 2 if not self.flag else k).view(x.shape[0], -1)
+
+
+class ChosenAndReturned(Pair):
+    flag = False
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        return q if self.flag else q + k
+
+
+class FoldsInAMethod(Pair):
+    flag = False
+
+    def fold(self, t):
+        return t.view(t.shape[0], -1)
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        if self.flag:
+            return self.fold(q) * self.fold(k)
+        return (q * k).sum(-1)
+
+
+class Complex(Pair):
+    flag = False
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        if self.flag:
+            q = torch.view_as_complex(q.unflatten(-1, (3, 2))).abs()
+            k = k[..., :3]
+        return q * k
+
+
+@pytest.mark.parametrize(
+    "cls", [ReluInTraining, Chosen, ChosenInPlace, ChosenAndReturned, FoldsInAMethod, Complex]
+)
+def test_what_a_view_meets_on_a_way_not_traced_is_as_without_fusing(cls):
+    model = cls().train()
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 5, 8)
+    fk.fuse(model)
+    assert fk.plan(model).applied
+    for module in (model, twin):
+        module.flag = True
+        module.eval()
+    options = {"scale": 3} if cls is ReluInTraining else {}
+    found, wanted = model(x, **options), twin(x, **options)
+    torch.testing.assert_close(found, wanted)
+    assert found.stride() == wanted.stride()
