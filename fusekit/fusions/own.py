@@ -75,12 +75,15 @@ class Forward:
         - another node, or another line of the source, uses a value that would be gone;
         - something between the first and the last node may write what they read, store one of the names
           again, or is evaluated only sometimes;
-        - a replaced call writes in place or draws random numbers, or they run under different grad modes;
+        - a replaced call writes in place, draws random numbers or does something else in training, or they
+          run under different grad modes;
         - the rewritten forward gives another shape, dtype or layout, or other numbers: it is run beside
           the original, in float64, with random weights and inputs.
 
         Hooks, adapters and quantised weights of a replaced submodule are refused for each instance when
-        it is planned. Raises `FusekitError` for arguments that are none.
+        it is planned. They are not looked for again when the module runs: revert before you put a hook on
+        a submodule that your function took the place of, or put another in its place.
+        Raises `FusekitError` for arguments that are none.
         """
         if not nodes or not all(isinstance(node, fx.Node) and node.graph is self.graph for node in nodes):
             raise FusekitError(f"{self._fusion.name}: rewrite() takes nodes of forward.graph, at least one")

@@ -9,6 +9,7 @@ from torch import fx
 
 from fusekit.errors import FusekitError
 from fusekit.forward import Edit, Span
+from fusekit.forward.reads import global_names
 from fusekit.forward.span import lines_of
 from fusekit.fusions.match import Match, Refused
 from fusekit.fusions.prover import movable
@@ -40,7 +41,7 @@ def rewrite(
     order = {node: index for index, node in enumerate(view.trace.graph.nodes)}
     nodes = sorted(set(nodes), key=lambda node: order[node])
     for node in nodes:
-        _is_pure(node)
+        _is_pure(view, node)
     for node in nodes[:-1]:
         _is_used_only_by(node, set(nodes))
     proof = movable(view, nodes, frozenset())
@@ -54,7 +55,8 @@ def rewrite(
     for statement in removed:
         _is_not_read_elsewhere(view, statement, whole, [whole, *removed])
     texts = [_text(view, nodes, argument, removed) for argument in arguments]
-    name = view.new_name(getattr(function, "__name__", fusion).strip("<>"))
+    called = getattr(function, "__name__", fusion)
+    name = view.new_name(called if called.isidentifier() else fusion)  # a lambda has no name
     edits = [Edit(Span.of(whole), f"{name}({', '.join(texts)})")]
     edits += [_removal(view, statement) for statement in removed]
     calls = tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
@@ -74,8 +76,8 @@ def rewrite(
 # -- what may be replaced ------------------------------------------------------------------------
 
 
-def _is_pure(node: fx.Node) -> None:
-    """A node that writes or draws at random cannot be taken out of the forward."""
+def _is_pure(view: ForwardView, node: fx.Node) -> None:
+    """A node that writes or draws at random, now or in the other mode, cannot be taken out of the forward."""
     line = _line(node)
     effect = node_effect(node)
     if node.op not in ("call_module", "call_function", "call_method"):
@@ -84,6 +86,11 @@ def _is_pure(node: fx.Node) -> None:
         raise Refused("input-written", f"{node.name} writes in place: it cannot be replaced", line)
     if operator_name(node) in RANDOM:
         raise Refused("not-this-function", f"{node.name} draws random numbers: it cannot be replaced", line)
+    if node.op == "call_module":
+        for child in view.module.get_submodule(str(node.target)).modules():
+            if "training" in global_names(type(child).forward.__code__):
+                why = f"{node.target} does something else in training (a {type(child).__name__})"
+                raise Refused("not-this-function", f"{why}: it cannot be replaced", line)
 
 
 def _is_used_only_by(node: fx.Node, nodes: set[fx.Node]) -> None:
@@ -139,21 +146,24 @@ def _is_not_read_elsewhere(
     stored_again = isinstance(rest, ast.Assign) and any(
         isinstance(node, ast.Name) and node.id == target.id for node in rest.targets
     )
-    repeats = any(
-        isinstance(node, (ast.For, ast.While, ast.Try)) and any(inner is rest for inner in ast.walk(node))
+    around = [
+        type(node)
         for node in ast.walk(view.source.tree)
-    )
+        if isinstance(node, (ast.For, ast.While, ast.Try)) and any(inner is rest for inner in ast.walk(node))
+    ]
+    added_to = {node.target for node in ast.walk(view.source.tree) if isinstance(node, ast.AugAssign)}
     code = view.source.function.__code__
     shared = target.id in (*code.co_cellvars, *code.co_freevars) or target.id not in code.co_varnames
     between = Span.of(statement), Span.of(rest)
     for node in ast.walk(view.source.tree):
         if not isinstance(node, ast.Name) or node.id != target.id or node in gone:
             continue
-        if isinstance(node.ctx, ast.Store) and not shared:
+        if isinstance(node.ctx, ast.Store) and node not in added_to and not shared:
             continue
         span = Span.of(node)
         before, after = span < between[0], span.line > between[1].end_line
-        if shared or not ((stored_again and (before or after)) or (before and not repeats)):
+        unread = (stored_again and (before or after)) or (before and not around)
+        if shared or ast.Try in around or not unread:
             why = f"{target.id}, which {view.text(statement)} stores, is also read in line {node.lineno}"
             raise Refused("module-escapes", why, node.lineno)
 

@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from fusekit.errors import FusekitError
 from fusekit.fusions import FUSIONS, own_fusions
+from fusekit.model.binding import applied_matches
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,17 @@ class Selection:
         modules = dict(model.named_modules())
         if layers is not None:
             modules = _matching(modules, [layers] if isinstance(layers, str) else layers)
-        return cls(modules, _fusions(only) or None, _fusions(exclude))
+        # One that its user took out again may still be applied.
+        applied = (match.fusion for module in modules.values() for match in applied_matches(module))
+        known = tuple(dict.fromkeys((*FUSIONS, *own_fusions, *applied)))
+        return cls(modules, _fusions(only, known) or None, _fusions(exclude, known))
 
     def takes(self, fusion: str) -> bool:
         return fusion not in self.exclude and (self.only is None or fusion in self.only)
 
 
-def _fusions(names: Iterable[str] | str | None) -> frozenset[str]:
+def _fusions(names: Iterable[str] | str | None, known: tuple[str, ...]) -> frozenset[str]:
     chosen = [names] if isinstance(names, str) else list(names or ())
-    known = (*FUSIONS, *own_fusions)
     for name in chosen:
         if name not in known:
             raise FusekitError(

@@ -220,6 +220,29 @@ class Modes(Two):
         return first + self.b(y)
 
 
+class AddedToLater(Two):
+    times = 0
+
+    def forward(self, x, y):
+        first = self.a(x)
+        total = first + self.b(y)
+        for _ in range(self.times):
+            first += total
+            total = total * 2
+        return total
+
+
+class Tried(Two):
+    def forward(self, x, y):
+        first = x
+        try:
+            first = self.a(x)
+            first = first + self.b(y)
+        except RuntimeError:
+            pass
+        return first
+
+
 class Caught(Two):
     def forward(self, x, y):
         def later():
@@ -249,6 +272,8 @@ class Foreign(Two):
         (Branches, "different-branches", ""),
         (Sometimes, "different-branches", "only sometimes"),
         (Modes, "different-context", "different grad modes"),
+        (AddedToLater, "module-escapes", "is also read in line"),
+        (Tried, "module-escapes", "is also read in line"),
         (Caught, "module-escapes", "first"),
         (Foreign, "input-may-be-written", "print"),
     ],
@@ -339,6 +364,41 @@ def test_what_draws_at_random_or_writes_cannot_be_replaced():
     assert reasons == {"not-this-function", "input-written"}
 
 
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(5)])
+@pytest.mark.parametrize("training", [False, True])
+def test_what_does_something_else_in_training_cannot_be_replaced(layer, training):
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x) * 2
+
+    @fk.fusion("gone")
+    def gone(forward):
+        for node in forward.graph.nodes:
+            if node.op == "call_module":
+                yield forward.rewrite([node], torch.clone, node.args[0])
+
+    (refusal,) = fk.plan(Holds().train(training), torch.randn(2, 5, 8), only="gone").refusals
+    assert refusal.reason in ("not-this-function", "input-written")
+
+
+def test_a_lambda_is_called_by_the_name_of_the_fusion():
+    class Tanh(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x)
+
+    @fk.fusion("tanh_twice")
+    def tanh_twice(forward):
+        for node in forward.graph.nodes:
+            if node.op == "call_function":
+                yield forward.rewrite([node], lambda x: x.tanh(), node.args[0])
+
+    assert "+        return" not in str(fk.plan(Tanh()).sites[0].diff).replace("return tanh_twice(x)", "")
+
+
 def test_a_near_miss_of_ones_own_is_a_refusal():
     @fk.fusion("wide")
     def wide(forward):
@@ -408,7 +468,7 @@ def test_what_a_removed_fusion_applied_stays_until_it_is_reverted(linear_add):
     linear_add.remove()
     assert [site.fusion for site in fk.plan(model).applied] == ["linear_add"]
     equal(model, twin)
-    fk.revert(model)
+    fk.revert(model, only="linear_add")
     assert type(model) is Inline and fused.reverted
 
 
