@@ -11,21 +11,16 @@ def act_and_mul(gate: Tensor, up: Tensor, act: str | Callable[[Tensor], Tensor] 
     """act(gate) * up.
 
     `gate` and `up` have one shape [..., d]: two tensors, or two slices of one packed tensor, whose
-    rows are then not contiguous. The result has that shape, and the dtype that torch's promotion
-    gives the product. Neither argument is written (unless a callable `act` does so).
+    rows are then not contiguous. Other shapes broadcast, as in the product itself. The result has the
+    dtype that torch's promotion gives. Neither argument is written (unless a callable `act` does so).
 
     `act` is a name of Transformers' ACT2CLS, equal bit for bit to the module of that name, or a
     callable, which is called: a module keeps its parameters, hooks and subclass.
 
-    Raises `ValueError` for two shapes, for an unknown name, for a name whose activation carries
+    Raises `ValueError` for an unknown name, for a name whose activation carries
     parameters (prelu, xielu: pass the module), and for an act that is neither.
     Source: Shazeer, GLU Variants Improve Transformer, 2020 (arXiv:2002.05202).
     """
-    if gate.shape != up.shape:
-        raise ValueError(
-            f"act_and_mul: gate has shape {list(gate.shape)} and up has shape {list(up.shape)}; "
-            "they must be equal"
-        )
     if isinstance(act, str):
         return named_activation(act)(gate) * up
     if not callable(act):

@@ -1,5 +1,6 @@
 """Gated products: which fuse, and which are refused."""
 
+import copy
 import functools
 import re
 
@@ -609,3 +610,12 @@ def test_one_place_has_one_refusal():
         assert [refusal.fusion for refusal in fk.plan(module).refusals] == ["glu"]
     (refusal,) = fk.plan(OwnFunction(), only="columns").refusals
     assert refusal.reason == "input-may-be-written"
+
+
+def test_a_part_of_another_width_put_in_later_broadcasts_as_it_would():
+    model = Gated()
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 5, 8)
+    fk.fuse(model)
+    model.up = twin.up = nn.Linear(8, 1)
+    torch.testing.assert_close(model(x), twin(x))

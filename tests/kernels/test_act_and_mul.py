@@ -96,9 +96,11 @@ def test_meta_tensors_give_shape_and_dtype(name):
     assert (got.device.type, got.shape, got.dtype) == ("meta", x.shape, x.dtype)
 
 
-def test_shapes_that_would_broadcast_raise_with_both():
-    with pytest.raises(ValueError, match=r"gate has shape \[2, 4\] and up has shape \[1, 4\]"):
-        act_and_mul(torch.ones(2, 4), torch.ones(1, 4))
+def test_other_shapes_broadcast_as_in_the_product():
+    gate, up = torch.randn(2, 4), torch.randn(3, 1, 4)
+    assert torch.equal(act_and_mul(gate, up), torch.nn.functional.silu(gate) * up)
+    with pytest.raises(RuntimeError, match="must match"):
+        act_and_mul(gate, torch.randn(3))
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETRIC))
