@@ -39,6 +39,7 @@ def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objectio
                 merged.update(found.edits[1:])
             yield found
     yield from _apart(view)
+    yield from _by_keyword(view)
 
 
 def _merged(view: ForwardView, nodes: list[fx.Node]) -> Iterator[Match | Objection]:
@@ -130,6 +131,22 @@ def _one_tensor(left: fx.Node, right: fx.Node) -> bool:
     first, second = left.args[0], right.args[0]
     assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
     return first.meta.get("val") is second.meta.get("val")
+
+
+def _by_keyword(view: ForwardView) -> Iterator[Objection]:
+    """An objection for each group of siblings in which one is called as `self.q(input=x)`."""
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in view.trace.graph.nodes:
+        inputs = [*node.args, *node.kwargs.values()]
+        is_one = node.op == "call_module" and len(inputs) == 1 and isinstance(inputs[0], fx.Node)
+        if is_one and is_linear_like(view.submodule(str(node.target))):
+            groups.setdefault(inputs[0], []).append(node)
+    for group in groups.values():
+        named = [node for node in group if node.kwargs]
+        if named and _several(view, group):
+            fusion, ordered = role(view.trace, group)
+            parts = tuple(dict.fromkeys(str(node.target) for node in ordered))
+            yield Objection(fusion, "module-escapes", _how(view, named[0]), _line(named[0]), parts)
 
 
 def linear_calls(view: ForwardView) -> list[fx.Node]:

@@ -558,3 +558,18 @@ def test_largest_is_found_whichever_comes_first():
     (no,) = plan.refusals
     assert no.reason == "different-inputs" and no.message.endswith("under two names")
     assert "gate left out: " in no.message
+
+
+def test_a_part_that_is_called_by_keyword_is_named():
+    class ByKeyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 6), nn.Linear(8, 6)
+
+        def forward(self, x):
+            return self.q(input=x) * self.k(x)
+
+    plan = fk.plan(ByKeyword())
+    (refusal,) = plan.refusals
+    assert not plan.sites and (refusal.reason, refusal.parts) == ("module-escapes", ("q", "k"))
+    assert "q is called as self.q(input=x)" in refusal.message and refusal.line
