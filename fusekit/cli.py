@@ -1,7 +1,6 @@
 """The command line: `python -m fusekit plan` for a terminal and for CI."""
 
 import argparse
-import fnmatch
 import os
 import shlex
 import sys
@@ -126,13 +125,12 @@ def _words(given: list[str] | None) -> list[str]:
 
 def _part(expected: Any, only: list[str], exclude: list[str], layers: list[str] | None) -> Any:
     """What the options leave of a saved plan: a plan of some fusions or layers is compared with those."""
+    from fusekit.model.selection import lies_under
 
     def chosen(one: Any) -> bool:
         if one.fusion in exclude or (only and one.fusion not in only):
             return False
-        words = one.name.split(".")
-        heads = [".".join(words[:n]) for n in range(1, len(words) + 1)]
-        return layers is None or any(fnmatch.fnmatchcase(head, p) for head in heads for p in layers)
+        return layers is None or lies_under(one.name, layers)
 
     return replace(
         expected,

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from fusekit.display.dispatch import as_html, as_text
 from fusekit.display.groups import Group, group
 from fusekit.display.markup import Html, code, columns, count, line, many, soft, table, tag
-from fusekit.display.saved import name_of
+from fusekit.display.plan import name_of
 from fusekit.display.source import place
 from fusekit.display.theme import verdict
 from fusekit.model.changes import Change, PlanChanges

@@ -29,6 +29,7 @@ from fusekit.display.site import (
 from fusekit.display.theme import notice
 from fusekit.display.trace import assumptions_html, assumptions_text
 from fusekit.model import Fused, Plan
+from fusekit.model.saved import SavedPlan
 from fusekit.tracing import Assumption
 
 
@@ -47,11 +48,11 @@ def _assumptions(plan: Plan) -> tuple[Assumption, ...]:
     return tuple(dict.fromkeys(own))
 
 
-def _name(plan: Plan) -> str:
+def name_of(plan: Plan | SavedPlan) -> str:
     return plan.model_name + (f", the part under {plan.scope}" if plan.scope else "")
 
 
-def _summary(plan: Plan) -> str:
+def summary(plan: Plan | SavedPlan) -> str:
     sites = count(len(plan.sites), "site")
     if plan.sites:
         sites += f" ({tally([site.fusion for site in plan.sites])})"
@@ -70,13 +71,13 @@ def _module(plan: Plan) -> Any:
 def _nothing_text(plan: Plan) -> list[str]:
     if plan.applied:
         return [f"  {_ALL_APPLIED}"]
-    return nothing_text(_name(plan), plan.refusals, plan.fusions, _module(plan))
+    return nothing_text(name_of(plan), plan.refusals, plan.fusions, _module(plan))
 
 
 def _nothing_html(plan: Plan) -> Html:
     if plan.applied:
         return notice(_ALL_APPLIED)
-    return nothing_html(_name(plan), plan.refusals, plan.fusions, _module(plan))
+    return nothing_html(name_of(plan), plan.refusals, plan.fusions, _module(plan))
 
 
 @as_text.register
@@ -84,7 +85,7 @@ def _(plan: Plan) -> str:
     few = len(group_sites(plan.sites)) < 20
     return "\n".join(
         [
-            f"{_name(plan)}: {_summary(plan)}",
+            f"{name_of(plan)}: {summary(plan)}",
             *([] if plan.sites else _nothing_text(plan)),
             *sites_text("sites", plan.sites, 26),
             *sites_text("applied", plan.applied, 6),
@@ -132,7 +133,7 @@ def _(plan: Plan) -> Html:
         reasons = tally([refusal.reason for refusal in plan.refusals])
         refusals = fold(f"{count(len(plan.refusals), 'refusal')}: {reasons}", refusals)
     return many(
-        line(tag("b", _name(plan)), "  ", _summary(plan)),
+        line(tag("b", name_of(plan)), "  ", summary(plan)),
         _HINT if groups else _nothing_html(plan),
         site_table("Sites", plan.sites) if groups else "",
         site_table("Applied", plan.applied, room=0) if plan.applied else "",

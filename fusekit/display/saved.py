@@ -6,7 +6,7 @@ from typing import Any, cast
 from fusekit.display.dispatch import as_html, as_text
 from fusekit.display.markup import Html, code, count, fold, line, many, soft, table, tag
 from fusekit.display.nothing import nothing_html, nothing_text
-from fusekit.display.plan import tally
+from fusekit.display.plan import name_of, summary, tally
 from fusekit.display.site import (
     group_refusals,
     refusal_table,
@@ -25,18 +25,6 @@ def versions(plan: SavedPlan) -> str:
     return ", ".join(f"{name} {number}" for name, number in plan.versions)
 
 
-def name_of(plan: SavedPlan) -> str:
-    return plan.model_name + (f", the part under {plan.scope}" if plan.scope else "")
-
-
-def _summary(plan: SavedPlan) -> str:
-    number = count(len(plan.sites), "site")
-    if plan.sites:
-        number += f" ({tally([site.fusion for site in plan.sites])})"
-    applied = f"{len(plan.applied)} applied" if plan.applied else "nothing applied"
-    return f"{number}, {count(len(plan.refusals), 'refusal')}, {applied}"
-
-
 def _any(items: Sequence[Any]) -> Any:
     """Saved sites and refusals have the fields that the tables of a plan's own show."""
     return cast(Any, items)
@@ -44,7 +32,7 @@ def _any(items: Sequence[Any]) -> Any:
 
 @as_text.register
 def _(plan: SavedPlan) -> str:
-    lines = [f"{name_of(plan)}: {_summary(plan)}"]
+    lines = [f"{name_of(plan)}: {summary(plan)}"]
     if plan.versions:
         lines.append(f"  saved with {versions(plan)}")
     if not plan.sites and not plan.applied:
@@ -67,7 +55,7 @@ def _(plan: SavedPlan) -> Html:
         if plan.applied:
             nothing = notice("Every site was applied when this plan was made.")
     return many(
-        line(tag("b", name_of(plan)), "  ", _summary(plan)),
+        line(tag("b", name_of(plan)), "  ", summary(plan)),
         line(soft(f"Saved with {versions(plan)}.")) if plan.versions else "",
         nothing,
         site_table("Sites", _any(plan.sites), room=0) if plan.sites else "",

@@ -13,14 +13,13 @@ from fusekit.forward import Span
 from fusekit.fusions.merge import is_linear_like
 from fusekit.fusions.reading import RANDOM, may_be_activation
 from fusekit.fusions.view import ForwardView
-from fusekit.tracing.schema import operator_name
+from fusekit.tracing.schema import CASTS, operator_name
 
 LIKE_ACTIVATIONS = frozenset(
     {"celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish"}
     | {"prelu", "relu", "relu6", "selu", "sigmoid", "silu", "softmax", "softplus", "softsign", "tanh"}
     | {"relu_", "sigmoid_", "silu_", "tanh_", "leaky_relu_", "elu_"}
 )
-CASTS = frozenset({"to", "type_as"})
 CLAMPS = frozenset({"clamp", "clamp_", "clamp_max", "clamp_min", "clip", "clip_", "minimum", "maximum"})
 # Views that cut a tensor or name its halves.
 CUTS = frozenset(
@@ -203,5 +202,4 @@ def operands_of(node: fx.Node, functions: Any, methods: tuple[str, ...]) -> tupl
 
 def said(view: ForwardView, node: fx.Node) -> str:
     expression = view.expression_at(node)
-    text = " ".join(view.text(expression).split()) if expression is not None else node.name
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return view.short(expression) if expression is not None else node.name

@@ -17,7 +17,7 @@ from fusekit.fusions.gated import Gated, gated_product
 from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.merge import linear_calls, merged_calls, merged_line, order_of
 from fusekit.fusions.prover import Proof, movable
-from fusekit.fusions.view import ForwardView, evaluation
+from fusekit.fusions.view import ForwardView, evaluation, line_of
 from fusekit.tracing.schema import operator_name
 
 
@@ -45,7 +45,7 @@ def find_glus(view: ForwardView, kernels: str) -> Iterator[Match | Objection]:
         try:
             if found is None:
                 why = "torch.nn.functional.glu is one operator already, with a rounding of its own"
-                raise _NoGlu("not-this-function", why, _line(node))
+                raise _NoGlu("not-this-function", why, line_of(node))
             match = _match(view, kernels, found, fused)
             yield match
             if match.storage:
@@ -80,11 +80,11 @@ def _match(view: ForwardView, kernels: str, found: Gated, fused: dict[str, int])
     """`fused` are the linears that other matches merge, and the lines of those."""
     if found.problem is not None:
         reason, sentence, where = found.problem
-        raise _NoGlu(reason, sentence, _line(where) or _line(found.node))
+        raise _NoGlu(reason, sentence, line_of(where) or line_of(found.node))
     for part in () if found.packed else found.parts:
         if part in fused:
             why = f"{part} is taken by the gated product at line {fused[part]}"
-            raise Refused("not-this-function", why, _line(found.node))
+            raise Refused("not-this-function", why, line_of(found.node))
     nodes = [] if found.packed else [found.gate.linear, found.up.linear]
     calls = merged_calls(view, nodes) if nodes else []
     try:
@@ -173,7 +173,7 @@ class _Place:
     def of(cls, view: ForwardView, found: Gated) -> "_Place":
         """Raises `Refused` where the text does not say what the graph does."""
         whole, call = view.expression(found.node), view.expression(found.act.node)
-        line = _line(found.node) or view.source.line
+        line = line_of(found.node) or view.source.line
         if whole is None:
             raise Refused("module-escapes", "the product is no expression of the forward itself", line)
         operands = _operands(whole)
@@ -203,8 +203,7 @@ class _Place:
         if not _assigns(block[first], name.id, self.call):
             why = f"{name.id} is not simply {view.text(self.call)} at the product"
             raise Refused("module-escapes", why, whole.lineno)
-        code = view.source.function.__code__
-        if name.id in (*code.co_cellvars, *code.co_freevars) or name.id not in code.co_varnames:
+        if not view.is_own_local(name.id):
             raise Refused("module-escapes", f"{name.id} is used by other code than the forward", name.lineno)
         for statement in block[first + 1 : last]:
             if name.id in _names(statement, (ast.Store, ast.Del)):
@@ -226,12 +225,9 @@ class _Place:
             if _assigns(block[last], name.id):
                 for statement in block[last + 1 :]:
                     allowed.update(ast.walk(statement))
-        tree = list(ast.walk(view.source.tree))
-        # `g += 1` stores, but writes into what `g` holds.
-        written = {node.target for node in tree if isinstance(node, ast.AugAssign)}
-        for node in tree:
+        for node in ast.walk(view.source.tree):
             if isinstance(node, ast.Name) and node.id == name.id and node not in allowed:
-                if isinstance(node.ctx, ast.Load) or node in written:
+                if isinstance(node.ctx, ast.Load) or node in view.added_to:
                     return node
         return None
 
@@ -307,8 +303,3 @@ def _with_parentheses(view: ForwardView, whole: ast.expr) -> Span:
         if around[0] == "(" and around[-1] == ")":
             return wider
     return span
-
-
-def _line(node: fx.Node) -> int | None:
-    span = node.meta.get("span")
-    return span.line if span else None

@@ -14,7 +14,7 @@ from fusekit.forward.reads import attribute_chain
 from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.prover import Proof, movable
 from fusekit.fusions.roles import RANKS, attention_operands, role, sources
-from fusekit.fusions.view import ForwardView
+from fusekit.fusions.view import ForwardView, line_of
 
 
 def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objection]:
@@ -123,7 +123,7 @@ def _apart(view: ForwardView) -> Iterator[Objection]:
                 if other.args != query.args and not _one_tensor(query, other):
                     why = f"{query.target} and {other.target} read different values"
                     parts = (str(query.target), str(key.target), str(value.target))
-                    yield Objection("qkv", "different-inputs", why, _line(other), parts)
+                    yield Objection("qkv", "different-inputs", why, line_of(other), parts)
                     break
 
 
@@ -146,7 +146,7 @@ def _by_keyword(view: ForwardView) -> Iterator[Objection]:
         if named and _several(view, group):
             fusion, ordered = role(view.trace, group)
             parts = tuple(dict.fromkeys(str(node.target) for node in ordered))
-            yield Objection(fusion, "module-escapes", _how(view, named[0]), _line(named[0]), parts)
+            yield Objection(fusion, "module-escapes", _how(view, named[0]), line_of(named[0]), parts)
 
 
 def linear_calls(view: ForwardView) -> list[fx.Node]:
@@ -209,7 +209,7 @@ def _prove(view: ForwardView, nodes: list[fx.Node]) -> tuple[list[ast.Call], str
     name = _name_of(view, calls[0], calls)
     proof = movable(view, nodes, frozenset({name}), arms=True)
     if len({node.args for node in nodes}) > 1:
-        raise Refused("input-written", "the input is written between the parts", _line(nodes[-1]))
+        raise Refused("input-written", "the input is written between the parts", line_of(nodes[-1]))
     _follows_on_its_line(view, proof.statement)
     return calls, name, proof
 
@@ -261,11 +261,11 @@ def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
             names = _called_as(view, [other for other in nodes if other.target == node.target])
             if len(names) > 1:
                 why = f"{' and '.join(names)} are one module, and so read one weight"
-                raise Refused("tied", why, _line(nodes[-1]))
-            raise Refused("called-twice", _twice(view, nodes, node), _line(node))
+                raise Refused("tied", why, line_of(nodes[-1]))
+            raise Refused("called-twice", _twice(view, nodes, node), line_of(node))
         call = view.call_of(node)
         if call is None:
-            raise Refused("module-escapes", _how(view, node), _line(node))
+            raise Refused("module-escapes", _how(view, node), line_of(node))
         if len(call.args) != 1 or call.keywords or not isinstance(call.args[0], ast.Name):
             raise Refused(
                 "different-inputs",
@@ -339,8 +339,7 @@ def _how(view: ForwardView, node: fx.Node) -> str:
     expression = view.expression_at(node)
     if expression is None:
         return f"{node.target} is called out of sight, {plainly}"
-    text = " ".join(view.text(expression).split())
-    text = text if len(text) <= 60 else f"{text[:57]}..."
+    text = view.short(expression)
     if node.meta.get("direct"):
         return f"{node.target} is called as {text}, {plainly}"
     if isinstance(expression, ast.Call) and attribute_chain(expression.func, view.source.self_name):
@@ -375,8 +374,3 @@ def _follows_on_its_line(view: ForwardView, statement: ast.stmt) -> bool:
             statement.lineno,
         )
     return not begins_line
-
-
-def _line(node: fx.Node) -> int | None:
-    span = node.meta.get("span")
-    return span.line if span else None

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fusekit.fusions.match import Refused
-from fusekit.fusions.view import ForwardView
+from fusekit.fusions.view import ForwardView, line_of
 from fusekit.kernels import activation_name
 from fusekit.tracing.schema import operator_name
 
@@ -47,8 +47,7 @@ class Norm:
 
 def no_norm(why: str, node: fx.Node | None) -> Refused:
     """The refusal of what looks like an RMSNorm and is none, because of `node`."""
-    span = node.meta.get("span") if node is not None else None
-    return Refused("not-this-function", f"it looks like an RMSNorm, but {why}", span.line if span else None)
+    return Refused("not-this-function", f"it looks like an RMSNorm, but {why}", line_of(node))
 
 
 def read_norm(view: ForwardView) -> Norm:

@@ -13,7 +13,7 @@ from fusekit.fusions.match import FUSIONS, Match, Objection, Refused
 from fusekit.fusions.numeric_trial import TOLERANCE, same_numbers
 from fusekit.fusions.rewrite import Attribute, rewrite
 from fusekit.fusions.trial import try_out
-from fusekit.fusions.view import ForwardView
+from fusekit.fusions.view import ForwardView, line_of
 from fusekit.tracing import Trace
 
 
@@ -95,9 +95,8 @@ class Forward:
 
     def refuse(self, node: fx.Node, message: str) -> Objection:
         """A near miss that you saw yourself, as a refusal with the reason `not-this-function`; yield it."""
-        span = node.meta.get("span")
         parts = (str(node.target),) if node.op == "call_module" else ()
-        return Objection(self._fusion.name, "not-this-function", message, span.line if span else None, parts)
+        return Objection(self._fusion.name, "not-this-function", message, line_of(node), parts)
 
 
 Finder = Callable[[Forward], Iterable[Match | Objection]]

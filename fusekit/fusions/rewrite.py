@@ -14,7 +14,7 @@ from fusekit.forward.span import lines_of
 from fusekit.fusions.match import Match, Refused
 from fusekit.fusions.prover import movable
 from fusekit.fusions.reading import RANDOM
-from fusekit.fusions.view import ForwardView
+from fusekit.fusions.view import ForwardView, line_of
 from fusekit.tracing.schema import node_effect, operator_name
 
 CONSTANTS = (int, float, bool, str, type(None))
@@ -78,7 +78,7 @@ def rewrite(
 
 def _is_pure(view: ForwardView, node: fx.Node) -> None:
     """A node that writes or draws at random, now or in the other mode, cannot be taken out of the forward."""
-    line = _line(node)
+    line = line_of(node)
     effect = node_effect(node)
     if node.op not in ("call_module", "call_function", "call_method"):
         raise Refused("not-this-function", f"{node.name} is no call: there is nothing to replace", line)
@@ -99,7 +99,7 @@ def _is_used_only_by(node: fx.Node, nodes: set[fx.Node]) -> None:
             raise Refused(
                 "module-escapes",
                 f"{node.name} is also used by {user.name}, which is not replaced",
-                _line(user) or _line(node),
+                line_of(user) or line_of(node),
             )
 
 
@@ -151,14 +151,12 @@ def _is_not_read_elsewhere(
         for node in ast.walk(view.source.tree)
         if isinstance(node, (ast.For, ast.While, ast.Try)) and any(inner is rest for inner in ast.walk(node))
     ]
-    added_to = {node.target for node in ast.walk(view.source.tree) if isinstance(node, ast.AugAssign)}
-    code = view.source.function.__code__
-    shared = target.id in (*code.co_cellvars, *code.co_freevars) or target.id not in code.co_varnames
+    shared = not view.is_own_local(target.id)
     between = Span.of(statement), Span.of(rest)
     for node in ast.walk(view.source.tree):
         if not isinstance(node, ast.Name) or node.id != target.id or node in gone:
             continue
-        if isinstance(node.ctx, ast.Store) and node not in added_to and not shared:
+        if isinstance(node.ctx, ast.Store) and node not in view.added_to and not shared:
             continue
         span = Span.of(node)
         before, after = span < between[0], span.line > between[1].end_line
@@ -202,7 +200,7 @@ def _text(view: ForwardView, nodes: Sequence[fx.Node], argument: Any, removed: l
                 _holds_until(view, operand, nodes, removed)
                 return view.text(operand)
     raise Refused(
-        "module-escapes", f"{argument.name} stands as no operand of what is replaced", _line(nodes[-1])
+        "module-escapes", f"{argument.name} stands as no operand of what is replaced", line_of(nodes[-1])
     )
 
 
@@ -239,8 +237,3 @@ def _holds_until(
             if isinstance(stored, ast.Name) and stored.id in names and not isinstance(stored.ctx, ast.Load):
                 why = f"{stored.id} is stored again between the parts: {view.text(statement)}"
                 raise Refused("input-rebound", why, stored.lineno)
-
-
-def _line(node: fx.Node) -> int | None:
-    span = node.meta.get("span")
-    return span.line if span else None

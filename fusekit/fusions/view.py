@@ -107,6 +107,23 @@ class ForwardView:
             todo.extend(const for const in code.co_consts if isinstance(const, CodeType))
         return found
 
+    @cached_property
+    def added_to(self) -> frozenset[ast.expr]:
+        """The targets of `x += y`: they are stores in the tree, and read what `x` holds."""
+        return frozenset(
+            node.target for node in ast.walk(self.source.tree) if isinstance(node, ast.AugAssign)
+        )
+
+    def is_own_local(self, name: str) -> bool:
+        """Whether `name` is a local of the forward that no other code can see."""
+        code = self.source.function.__code__
+        return name in code.co_varnames and name not in (*code.co_cellvars, *code.co_freevars)
+
+    def short(self, expression: ast.expr) -> str:
+        """The text of an expression on one line, cut at 60 letters."""
+        text = " ".join(self.text(expression).split())
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
     def new_name(self, wanted: str) -> str:
         """`wanted`, or with underscores behind it, such that nothing in the forward is called so."""
         while wanted in self.names or wanted in self._given:
@@ -260,6 +277,12 @@ def _bound(node: ast.AST) -> set[str]:
     if isinstance(node, (ast.Global, ast.Nonlocal)):
         return set(node.names)
     return captured_names(node) if isinstance(node, ast.pattern) else set()
+
+
+def line_of(node: fx.Node | None) -> int | None:
+    """The line of the forward during which `node` was made, None where that is not known."""
+    span = node.meta.get("span") if node is not None else None
+    return span.line if span is not None else None
 
 
 def _method_call_span(call: ast.Call, function: ast.Attribute) -> Span:

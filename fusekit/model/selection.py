@@ -52,14 +52,18 @@ def _fusions(names: Iterable[str] | str | None, known: tuple[str, ...]) -> froze
 
 
 def _matching(modules: dict[str, nn.Module], patterns: Iterable[str]) -> dict[str, nn.Module]:
-    chosen: set[str] = set()
+    patterns = list(patterns)
     for pattern in patterns:
-        heads = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
-        if not heads:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in modules):
             raise FusekitError(f"layers={pattern!r} matches no module{did_you_mean(pattern, modules)}")
-        under = tuple(f"{head}." for head in heads if head)
-        chosen |= set(heads) | {name for name in modules if name.startswith(under)}
-    return {name: module for name, module in modules.items() if name in chosen}
+    return {name: module for name, module in modules.items() if lies_under(name, patterns)}
+
+
+def lies_under(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches the path `name`, or that of something it lies in."""
+    words = name.split(".")
+    heads = [".".join(words[:length]) for length in range(1, len(words) + 1)]
+    return any(fnmatch.fnmatchcase(head, pattern) for pattern in patterns for head in heads)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

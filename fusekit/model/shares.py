@@ -25,7 +25,7 @@ from fusekit.fusions.roles import ATTENTION_OPERATORS
 from fusekit.tracing import Trace, is_leaf_call, output_value
 from fusekit.tracing.questions import is_any_linear
 from fusekit.tracing.recorder import parts_of
-from fusekit.tracing.schema import operator_name
+from fusekit.tracing.schema import CASTS, operator_name
 from fusekit.tracing.trace import run_trace
 
 Piece = tuple[Fraction, Fraction]
@@ -608,7 +608,6 @@ RULES: dict[str, Rule] = {
     "repeat_interleave": _Walk.repeat_each,
 }
 SHAPED_LIKE = frozenset({"expand_as", "reshape_as", "view_as"})  # another tensor, that gives its shape
-CASTS = frozenset({"to", "type_as"})
 # Rules for several values; the others look at the first argument alone.
 OF_SEVERAL = frozenset({_Walk.elementwise, _Walk.cat, _Walk.matmul, _Walk.over_dims, _Walk.setitem})
 BUFFERS = frozenset({"empty", "full", "ones", "zeros", "new_empty", "new_full", "new_ones", "new_zeros"})

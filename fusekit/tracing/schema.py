@@ -31,6 +31,8 @@ FRESH = frozenset(
 )
 
 # Names under which `torch` and `Tensor` offer an operator whose schema has another one.
+# Operators that only change the dtype of a tensor, by `operator_name`.
+CASTS = frozenset({"to", "type_as"})
 SPELLINGS = {
     "truediv": "div",
     "floordiv": "floor_divide",
