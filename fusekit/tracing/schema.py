@@ -1,121 +1,13 @@
-"""What an operator writes and whether its result shares storage, from PyTorch's own schemas."""
+"""What the operator of a node writes and whether its result shares storage."""
 
-import functools
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import fx
 
-# Composite operators carry no alias annotation when they *may* return a view of their input.
-# These never do, for any input: each allocates what it returns. (tests/tracing/test_schema.py
-# runs every one of them over degenerate inputs.)
-FRESH = frozenset(
-    {
-        "cosine_similarity",
-        "cross_entropy_loss",
-        "layer_norm",
-        "linear",
-        "log_softmax",
-        "matmul",
-        "one_hot",
-        "rms_norm",
-        "rsub",
-        "scaled_dot_product_attention",
-        "softmax",
-        "stack",
-        "__and__",
-        "__or__",
-        "__xor__",
-    }
-)
+from fusekit.forward.operators import SPELLINGS, Effect, operator_effect
 
-# Names under which `torch` and `Tensor` offer an operator whose schema has another one.
 # Operators that only change the dtype of a tensor, by `operator_name`.
 CASTS = frozenset({"to", "type_as"})
-SPELLINGS = {
-    "truediv": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "invert": "bitwise_not",
-    "and_": "bitwise_and",
-    "or_": "bitwise_or",
-    "xor": "bitwise_xor",
-    "iadd": "add_",
-    "isub": "sub_",
-    "imul": "mul_",
-    "itruediv": "div_",
-    "ifloordiv": "floor_divide_",
-    "imod": "remainder_",
-    "ipow": "pow_",
-    "iand": "__iand__",
-    "ior": "__ior__",
-    "ixor": "__ixor__",
-    "ilshift": "__ilshift__",
-    "irshift": "__irshift__",
-    "__iadd__": "add_",
-    "__isub__": "sub_",
-    "__imul__": "mul_",
-    "__idiv__": "div_",
-    "__itruediv__": "div_",
-    "__ifloordiv__": "floor_divide_",
-    "__imod__": "remainder_",
-    "__ipow__": "pow_",
-    "__pow__": "pow",
-    "__rpow__": "pow",
-    "__rdiv__": "div",
-    "float": "to",
-    "half": "to",
-    "double": "to",
-    "bfloat16": "to",
-    "int": "to",
-    "long": "to",
-    "bool": "to",
-    "type": "to",
-    "cpu": "to",
-    "cuda": "to",
-    "T": "numpy_T",
-    "H": "matrix_H",
-    "__rsub__": "rsub",
-}
-
-Returns = Literal["fresh", "view", "may be a view"]
-
-
-@dataclass(frozen=True)
-class Effect:
-    """Of one operator: does it write an argument, and does its result share storage with one?"""
-
-    writes: bool
-    returns: Returns
-
-
-@functools.cache
-def operator_effect(name: str, out: bool = False) -> Effect | None:
-    """The effect of `aten::name`, taken over every overload that could be meant; None if there is none.
-
-    An overload with `out=` counts only when `out` says that the call gave one. An operator that
-    is composed of others (CompositeImplicitAutograd) and says nothing about its result may
-    return a view of an argument, unless it stands in `FRESH`.
-    """
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    if not schemas:
-        return None
-    writes, view, maybe = False, False, False
-    for schema in schemas:
-        alias = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
-        is_out = any(argument.is_out for argument in schema.arguments)
-        if is_out and not out:
-            continue
-        writes |= any(info.is_write for info in alias)
-        view |= any(item.alias_info is not None for item in schema.returns) and not is_out
-        full = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        try:
-            composite = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-        except RuntimeError:  # an operator of TorchScript alone
-            continue
-        maybe |= composite and name not in FRESH
-    return Effect(writes, "view" if view else "may be a view" if maybe else "fresh")
 
 
 def node_effect(node: fx.Node) -> Effect | None:

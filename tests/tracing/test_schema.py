@@ -8,8 +8,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import fx
 
+from fusekit.forward.operators import FRESH, operator_effect
 from fusekit.tracing import trace
-from fusekit.tracing.schema import FRESH, node_effect, operator_effect, operator_name
+from fusekit.tracing.schema import node_effect, operator_name
 
 SHAPES = [(), (1,), (1, 1), (3,), (1, 3), (3, 1), (2, 3), (0,), (0, 3), (3, 0), (1, 1, 1), (1, 2, 3)]
 
