@@ -15,7 +15,7 @@ from fusekit.fusions.activation_text import activation_text
 from fusekit.fusions.factor import Factors, shape_of
 from fusekit.fusions.gated import Gated, gated_product
 from fusekit.fusions.match import Match, Objection, Refused
-from fusekit.fusions.merge import linear_calls, merged_calls, merged_line, order_of
+from fusekit.fusions.merge import first_of, linear_calls, merged_calls, merged_line, order_of
 from fusekit.fusions.prover import Proof, movable
 from fusekit.fusions.view import ForwardView, evaluation, line_of
 from fusekit.tracing.schema import operator_name
@@ -94,7 +94,7 @@ def _match(view: ForwardView, kernels: str, found: Gated, fused: dict[str, int])
         raise _NoGlu(refused.reason, refused.message, refused.line) from None
     proofs: list[Proof] = []
     if nodes:
-        argument = calls[0].args[0]
+        argument = first_of(calls).args[0]
         proofs.append(movable(view, nodes, frozenset({ast.unparse(argument)})))
     try:
         run = [*_run(view, found), found.act.node, found.node]
@@ -115,9 +115,8 @@ def _match(view: ForwardView, kernels: str, found: Gated, fused: dict[str, int])
         place.whole.lineno,
         storage=storage,
         order=order_of(view, nodes),
-        norms=frozenset().union(*(proof.norms for proof in proofs)),
-        activations=own.union(*(proof.activations for proof in proofs)),
-        linears=frozenset().union(*(proof.linears for proof in proofs)),
+        called=frozenset().union(*(proof.called for proof in proofs)) - frozenset(found.parts),
+        activations=own,
     )
 
 

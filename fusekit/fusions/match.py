@@ -16,9 +16,9 @@ class Match:
     `parts` are the linears whose weights become rows of one storage, kept on the instance as
     `storage`, and `order` the same in the order of their calls, without those that are called only
     where a setting says so; `copied` says that a slice of the
-    product will not do for an output. `norms` are submodules that must be proven RMSNorms and
-    `activations` ones that must be exactly a known activation, both without hooks: the proof leans
-    on them. `linears` are other linears that run between the parts and must be plain.
+    product will not do for an output. `called` are the submodules that run between the parts: the proof
+    has read them, and leans on no hook running with them. `activations` must be exactly a known
+    activation, without hooks.
 
     A user's own fusion calls `functions` (name in the rewritten text, function) in the place of the
     submodules `replaced`, whose hooks would no longer be called: they must carry none.
@@ -31,9 +31,8 @@ class Match:
     storage: str | None = None
     order: tuple[str, ...] = ()
     copied: bool = False
-    norms: frozenset[str] = field(default=frozenset())
+    called: frozenset[str] = field(default=frozenset())
     activations: frozenset[str] = field(default=frozenset())
-    linears: frozenset[str] = field(default=frozenset())
     functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
     replaced: frozenset[str] = field(default=frozenset())
 

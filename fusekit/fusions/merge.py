@@ -206,8 +206,9 @@ def is_linear_like(module: nn.Module | None) -> bool:
 def _prove(view: ForwardView, nodes: list[fx.Node]) -> tuple[list[ast.Call], str, Proof]:
     """(the calls of `nodes`, the name of what they read, the proof that they may be merged), or `Refused`."""
     calls = merged_calls(view, nodes)
-    name = _name_of(view, calls[0], calls)
-    proof = movable(view, nodes, frozenset({name}), arms=True)
+    name = ast.unparse(first_of(calls).args[0])
+    names = frozenset(ast.unparse(call.args[0]) for call in calls)
+    proof = movable(view, nodes, names, arms=True)
     if len({node.args for node in nodes}) > 1:
         raise Refused("input-written", "the input is written between the parts", line_of(nodes[-1]))
     _follows_on_its_line(view, proof.statement)
@@ -235,9 +236,7 @@ def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
         min(call.lineno for call in calls),
         storage=storage,
         order=tuple(path for path in order_of(view, ordered) if path not in sometimes),
-        norms=proof.norms,
-        activations=proof.activations,
-        linears=proof.linears,
+        called=proof.called,
     )
 
 
@@ -275,51 +274,27 @@ def merged_calls(view: ForwardView, nodes: list[fx.Node]) -> list[ast.Call]:
         calls.append(call)
     first = calls[0]
     for call in calls[1:]:
-        if _name_of(view, call, calls) != _name_of(view, first, calls):
+        if not _is_one_value(view, first.args[0], call.args[0]):
             raise Refused(
                 "different-inputs",
                 f"{paths[0]} reads {view.text(first.args[0])}, {view.text(call.func)} reads "
-                f"{view.text(call.args[0])}: one value here, but under two names",
+                f"{view.text(call.args[0])}: one value here, but not on every way",
                 call.lineno,
             )
     return calls
 
 
-def _name_of(view: ForwardView, call: ast.Call, calls: list[ast.Call]) -> str:
-    """The name that a call reads; where others read another one, that which it is for good."""
-    name = ast.unparse(call.args[0])
-    if all(ast.unparse(other.args[0]) == name for other in calls):
-        return name
-    for _ in range(ALIASES):
-        found = _same_as(view, name, call)
-        if found is None:
-            break
-        name = found
-    return name
+def _is_one_value(view: ForwardView, one: ast.expr, other: ast.expr) -> bool:
+    """Whether two names hold one and the same value where they are read, on every way."""
+    if ast.unparse(one) == ast.unparse(other):
+        return True  # what is stored in between, the prover looks for
+    left, right = view.effects.value(one), view.effects.value(other)
+    return left is not None and right is not None and left.token is not None and left.token == right.token
 
 
-ALIASES = 4  # names of names that are followed
-
-
-def _same_as(view: ForwardView, name: str, call: ast.Call) -> str | None:
-    """`other` where `name = other` is all that `name` ever holds, and `other` is stored before that only.
-
-    So both are one object from there on; the statement must come before `call` on every way.
-    """
-    stores, values = view.stores(name), view.assigned(name)
-    if len(stores) != 1 or len(values) != 1 or not isinstance(values[0], ast.Name):
-        return None
-    other, chain, around = values[0].id, view.chain(values[0]), view.chain(call)
-    code = view.source.function.__code__
-    if {name, other} & {*code.co_cellvars, *code.co_freevars} or not chain or not view.stores(other):
-        return None
-    if any(isinstance(block[index], (ast.For, ast.AsyncFor, ast.While)) for block, index in chain):
-        return None
-    block, index = chain[-1]
-    if not any(outer is block and place > index for outer, place in around):
-        return None
-    line = values[0].lineno
-    return other if all(store is not None and store < line for store in view.stores(other)) else None
+def first_of(calls: list[ast.Call]) -> ast.Call:
+    """The call that is evaluated first: its argument's name is bound before it."""
+    return min(calls, key=lambda call: (call.lineno, call.col_offset))
 
 
 def _twice(view: ForwardView, nodes: list[fx.Node], node: fx.Node) -> str:

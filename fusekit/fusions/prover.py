@@ -1,37 +1,40 @@
 """The one prover: may these evaluations happen together, before the first of them?
 
-Its rule is narrow and never wrong. From the start of the first statement to the last wanted
-evaluation, nothing may happen on any way but the wanted evaluations and what a `Reading` passes. None
-of that runs foreign code, writes a tensor, draws a random number or changes the grad mode, so an
-evaluation that moves across it sees the same input and gives the same value.
+Between the first statement and the last wanted evaluation anything may happen, on any way, but this: a
+write into what the wanted evaluations read, a new value under the name that the rewritten text reads, a
+write into the weights of a part or another part in its place, and another grad mode or autocast state.
+What each expression may write, and what may share storage, `fusekit.forward.effects` works out; an
+evaluation that moves across the rest sees the same input and gives the same value.
 
-An `if` between them is read in both arms, also in the one that the trace did not take: what decides it
+An `if` between them is followed in both arms, also in the one that the trace did not take: what decides it
 may change later.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+import torch.nn as nn
 from torch import fx
 
-from fusekit.forward import Span
-from fusekit.forward.reads import attribute_chain
+from fusekit.forward.effects import Effect, Region, on, touches
+from fusekit.forward.names import FUNCTIONS, rebound_names
+from fusekit.forward.reads import SEES_NAMES, attribute_chain
 from fusekit.forward.rewriting import blocks_of
 from fusekit.fusions.match import Refused
-from fusekit.fusions.reading import Reading
-from fusekit.fusions.view import UNEVALUATED, Block, ForwardView, evaluation
-from fusekit.tracing.instrument import names_in
+from fusekit.fusions.view import UNEVALUATED, Block, ForwardView, evaluation, line_of
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Where the wanted evaluations may happen together, and what the proof leans on."""
+    """Where the wanted evaluations may happen together, and what the proof leans on.
+
+    `called` are the submodules that run between them: the proof holds as long as no hook does.
+    """
 
     statement: ast.stmt  # before it
-    norms: frozenset[str]
-    activations: frozenset[str]
-    linears: frozenset[str]
+    called: frozenset[str]
     in_arms: frozenset[ast.expr] = frozenset()  # those that happen only where a setting says so
 
 
@@ -56,24 +59,190 @@ def movable(view: ForwardView, nodes: Sequence[fx.Node], inputs: frozenset[str],
         wanted[expression] = node
     _same_context(nodes)
     statements = _region(view, list(wanted), arms)
-    reading = Reading(view, frozenset(wanted), inputs)
-    reading.suppose(statements)
-    walk = _Walk(view, reading, frozenset(inputs | {view.source.self_name}), set(wanted))
+    _sees_no_names(view)
+    if view.effects.failed is not None:
+        raise Refused("input-may-be-written", view.effects.failed, statements[0].lineno)
+    walk = _Walk(view, _Guarded.of(view, wanted, inputs), set(wanted), arms)
     if not walk.block(statements, ()):
         raise Refused(
             "different-branches", "the parts are not evaluated in one run of statements", statements[0].lineno
         )
     if not walk.sure:
         raise _in_different("different-branches", "branches", view, list(wanted))
-    reading.settle()
-    _nothing_unseen(view, nodes, reading)
-    return Proof(
-        statements[0],
-        frozenset(reading.norms),
-        frozenset(reading.activations),
-        frozenset(reading.linears),
-        frozenset(walk.in_arms),
-    )
+    _nothing_unseen(view, nodes, walk)
+    return Proof(statements[0], frozenset(walk.called), frozenset(walk.in_arms))
+
+
+# -- what must stay as it is ------------------------------------------------------------------------
+
+
+@dataclass
+class _Guarded:
+    """What the wanted evaluations read: nothing of it may be written between them."""
+
+    view: ForwardView
+    wanted: dict[ast.expr, fx.Node]
+    inputs: frozenset[str]
+    read: frozenset[Region]  # storage of what they compute with
+    weights: frozenset[Region]  # of the modules that they call
+    places: frozenset[tuple[int, str]]  # (object, attribute) on the way to those
+    is_one_value: bool  # the inputs are one value wherever they are read, whatever name it has
+
+    @classmethod
+    def of(cls, view: ForwardView, wanted: dict[ast.expr, fx.Node], inputs: frozenset[str]) -> "_Guarded":
+        read: set[Region] = set()
+        weights: set[Region] = set()
+        places: set[tuple[int, str]] = set()
+        tokens = set()
+        for expression, node in wanted.items():
+            for operand in _operands(expression):
+                value = view.effects.value(operand)
+                if value is None:
+                    raise Refused(
+                        "input-may-be-written",
+                        f"{view.text(operand)} is not known to be evaluated",
+                        expression.lineno,
+                    )
+                read |= value.regions
+                if isinstance(operand, ast.Name) and operand.id in inputs:
+                    tokens.add(value.token)
+            if any(user in wanted.values() for user in node.users):
+                value = view.effects.value(expression)
+                read |= value.regions if value is not None else set()
+            if node.op == "call_module":
+                places |= _places(view, str(node.target))
+                weights |= _weights(view.submodule(str(node.target)))
+        one = len(tokens) == 1 and None not in tokens
+        return cls(
+            view, wanted, inputs, frozenset(read), frozenset(weights), frozenset(places), one or not on("values")
+        )
+
+    def check(self, node: ast.AST, effect: Effect) -> None:
+        """Raise where an effect of `node` touches what must stay."""
+        view = self.view
+        line = getattr(node, "lineno", None)
+        if effect.kind == "context":
+            why = f"{effect.why} between the parts, which may change the grad mode or autocast"
+            raise Refused("different-context", why, line)
+        if effect.kind == "store":
+            owner, attribute = effect.stored or (0, "")
+            hit = (owner, attribute) in self.places or (owner, "[]") in self.places
+            hit = hit or (attribute == "*" and any(owner == one for one, _ in self.places))
+            if hit and on("weights"):
+                raise Refused("input-written", f"a part is replaced between the parts: {effect.why}", line)
+            return
+        surely = effect.kind == "write"
+        if on("weights") and any(region.kind == "outside" or region in self.weights for region in effect.regions):
+            if surely:
+                raise Refused("input-written", f"a part's weight is written between the parts: {effect.why}", line)
+            raise Refused(
+                "input-may-be-written",
+                f"{effect.why} between the parts, and is not known to leave their input and weights alone",
+                line,
+            )
+        touched = touches(effect.regions, self.read)
+        if touched is None:
+            return
+        if not surely:
+            raise Refused(
+                "input-may-be-written",
+                f"{effect.why} between the parts, and is not known to leave their input alone",
+                line,
+            )
+        raise Refused("input-written", self._story(node, effect, touched), line)
+
+    def _story(self, node: ast.AST, effect: Effect, touched: Region) -> str:
+        """The three lines that decide: a read, the write, another read; and how the one reaches the other."""
+        first, *_, last = sorted(self.wanted, key=lambda e: (e.lineno, e.col_offset)) * 2
+        lines = sorted({first.lineno, *(e.lineno for e in self.wanted)})
+        names = " and ".join(sorted(self.inputs)) or "what they read"
+        text = f"{names} is written between the parts: {effect.why}"
+        how = _sharing(self.view, node, self.read | {touched}, self.inputs)
+        if how:
+            text += f"; {how}"
+        if len(lines) > 1:
+            text += f" (read in line {lines[0]}, written in line {getattr(node, 'lineno', 0)}, read in line {lines[-1]})"
+        return text
+
+
+def _sharing(view: ForwardView, node: ast.AST, regions: frozenset[Region], inputs: frozenset[str]) -> str:
+    """In a clause, how a name in a statement that writes comes to share storage with the input."""
+    names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id not in inputs]
+    for stored in view.effects.stored:
+        if stored.name not in names or not stored.value.regions & regions:
+            continue
+        value = getattr(stored.node, "value", None)
+        rule = next((view.effects.views[n] for n in ast.walk(value) if n in view.effects.views), None) if (
+            isinstance(value, ast.expr)
+        ) else None
+        if isinstance(stored.node, ast.stmt) and isinstance(value, ast.expr):
+            what = f": {rule}" if rule else ""
+            return f"{stored.name} may share its storage, by `{view.short(value)}` in line {value.lineno}{what}"
+    given = [p.name for p in view.effects.given if p.name in names and touches(p.value.regions, regions)]
+    if given:
+        return f"the caller may pass one tensor for {given[0]} and for what the parts read"
+    return ""
+
+
+def _operands(expression: ast.expr) -> Iterator[ast.expr]:
+    """What an expression computes with."""
+    if isinstance(expression, ast.Call):
+        if isinstance(expression.func, ast.Attribute):
+            yield expression.func.value
+        for argument in expression.args:
+            yield argument.value if isinstance(argument, ast.Starred) else argument
+        for keyword in expression.keywords:
+            yield keyword.value
+    elif isinstance(expression, ast.BinOp):
+        yield from (expression.left, expression.right)
+    elif isinstance(expression, ast.UnaryOp):
+        yield expression.operand
+    elif isinstance(expression, ast.Compare):
+        yield from (expression.left, *expression.comparators)
+    elif isinstance(expression, (ast.Subscript, ast.Attribute)):
+        yield expression.value
+
+
+def _places(view: ForwardView, path: str) -> set[tuple[int, str]]:
+    """Where a store would put another module or weight in the place of a part's."""
+    found: set[tuple[int, str]] = set()
+    owner: nn.Module | None = view.module
+    for name in path.split("."):
+        if owner is None:
+            break
+        found |= {(id(owner), name), (id(owner._modules), "[]"), (id(owner), "forward")}
+        owner = owner._modules.get(name)
+    if owner is not None:
+        for inner in owner.modules():
+            found |= {(id(inner), name) for name in (*inner._parameters, "forward", "training")}
+            found |= {(id(inner._parameters), "[]"), (id(inner._modules), "[]")}
+    return found
+
+
+def _weights(module: nn.Module | None) -> set[Region]:
+    found = set()
+    for tensor in (*module.parameters(), *module.buffers()) if module is not None else ():
+        try:
+            found.add(Region("own", ("storage", tensor.untyped_storage()._cdata)))
+        except Exception:  # a subclass without one storage: the plan refuses it
+            continue
+    return found
+
+
+def _sees_no_names(view: ForwardView) -> None:
+    if type(view.module).__getattribute__ is not object.__getattribute__:
+        why = "the module finds its attributes by a __getattribute__ of its own"
+        raise Refused("module-escapes", why, view.source.tree.lineno)
+    seen = sorted(SEES_NAMES & view.names)
+    if seen:
+        raise Refused(
+            "module-escapes",
+            f"the forward uses {seen[0]}(), and would see the names that a rewrite adds",
+            view.source.tree.lineno,
+        )
+
+
+# -- the way from the first to the last ----------------------------------------------------------------
 
 
 @dataclass
@@ -81,33 +250,66 @@ class _Walk:
     """The statements of a region in the order of their evaluation, until nothing is left to find."""
 
     view: ForwardView
-    reading: Reading
-    inputs: frozenset[str]
+    guarded: _Guarded
     left: set[ast.expr]
+    arms: bool
     sure: bool = False  # one of the wanted was evaluated, whichever way was taken
+    begun: bool = False  # one of the wanted was evaluated
     in_arms: set[ast.expr] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
+    passed: set[ast.AST] = field(default_factory=set)
 
     def block(self, statements: Block, tests: tuple[ast.expr, ...]) -> bool:
         """Whether everything wanted was found; `tests` are those of the arms that this stands in."""
         for statement in statements:
-            if isinstance(statement, ast.If):
+            inside = [node for node in ast.walk(statement) if node in self.left]
+            if isinstance(statement, ast.If) and (inside or self._ends(statement)):
                 if self._branches(statement, tests):
                     return True
                 continue
-            if tests and isinstance(statement, ast.Return) and not self.left <= set(ast.walk(statement)):
-                raise Refused(
-                    "different-branches",
-                    f"{self.view.text(statement)} may end the forward between the parts",
-                    statement.lineno,
-                )
-            self.reading.statement(statement)
-            if not any(node in self.left for node in ast.walk(statement)):
-                _check_rebinding(self.view, statement, self.inputs)
+            if not inside:
+                self._whole(statement, tests)
+                continue
+            if tests and isinstance(statement, ast.Return) and len(inside) < len(self.left):
+                raise self._ending(statement)
             if self._expressions(statement, tests):
                 return True
-            self.reading.stored(statement)
-            _check_rebinding(self.view, statement, self.inputs)
+            self._one(statement)
         return False
+
+    def _whole(self, statement: ast.stmt, tests: tuple[ast.expr, ...]) -> None:
+        """A statement between the parts, with all that stands in it."""
+        if isinstance(statement, (ast.Return, ast.Break, ast.Continue)) and not isinstance(statement, ast.Raise):
+            raise self._ending(statement)
+        leaves = self._leaves(statement) if not isinstance(statement, ast.Raise) else None
+        if leaves is not None:
+            raise self._ending(leaves)
+        for node in ast.walk(statement):
+            self._one(node)
+        self._stores(statement, rebound_names([statement]))
+
+    def _ending(self, statement: ast.stmt) -> Refused:
+        return Refused(
+            "different-branches",
+            f"{self.view.text(statement)} may end the forward between the parts",
+            statement.lineno,
+        )
+
+    def _leaves(self, statement: ast.stmt) -> ast.stmt | None:
+        """A statement inside that leads past the parts behind it."""
+        todo: list[tuple[ast.AST, bool]] = [(child, _is_loop(statement)) for child in ast.iter_child_nodes(statement)]
+        while todo:
+            node, in_loop = todo.pop()
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                continue
+            if isinstance(node, ast.Return) or (isinstance(node, (ast.Break, ast.Continue)) and not in_loop):
+                assert isinstance(node, ast.stmt)
+                return node
+            todo += [(child, in_loop or _is_loop(node)) for child in ast.iter_child_nodes(node)]
+        return None
+
+    def _ends(self, statement: ast.If) -> bool:
+        return self._leaves(statement) is not None
 
     def _branches(self, statement: ast.If, tests: tuple[ast.expr, ...]) -> bool:
         if self._expressions(statement.test, tests):
@@ -115,24 +317,21 @@ class _Walk:
         if not _is_setting(statement.test, self.view.source.self_name):
             inside = (node for inner in blocks_of(statement) for one in inner for node in ast.walk(one))
             for expression in (node for node in inside if node in self.left):
-                text = " ".join(self.view.text(statement.test).split())
-                raise Refused(
-                    "different-branches",
-                    f"{self.view.text(expression)} is evaluated only where {text} says so, which each call "  # type: ignore[arg-type]
-                    "decides anew",
-                    expression.lineno,  # type: ignore[attr-defined]
-                )
-        self.reading.truth(statement.test)
-        truth = self.view.trace.branches.get(Span.of(statement.test))
-        was_seen = self.reading.is_seen
-        for arm, way in ((statement.body, True), (statement.orelse, False)):
+                raise self._sometimes(expression, statement.test)  # type: ignore[arg-type]
+        for arm in (statement.body, statement.orelse):
             if self.sure and self._only_raises(arm):
                 continue  # nothing wanted happens after it
-            self.reading.is_seen = was_seen and truth in (None, way)
             if self.block(arm, (*tests, statement.test)):
                 return True
-        self.reading.is_seen = was_seen
         return False
+
+    def _sometimes(self, expression: ast.expr, test: ast.expr) -> Refused:
+        text = " ".join(self.view.text(test).split())
+        return Refused(
+            "different-branches",
+            f"{self.view.text(expression)} is evaluated only where {text} says so, which each call decides anew",
+            expression.lineno,
+        )
 
     def _only_raises(self, arm: Block) -> bool:
         if not arm or not isinstance(arm[-1], ast.Raise):
@@ -142,23 +341,90 @@ class _Walk:
     def _expressions(self, node: ast.AST, tests: tuple[ast.expr, ...]) -> bool:
         view = self.view
         for expression, conditional in evaluation(node):
-            if expression not in self.reading.wanted:
-                self.reading.expression(expression)
+            if expression not in self.guarded.wanted:
+                self._one(expression)
+                if isinstance(expression, ast.Name) and not isinstance(expression.ctx, ast.Load):
+                    self._stores(expression, {expression.id})
+                elif isinstance(expression, ast.NamedExpr):
+                    self._stores(expression, {expression.target.id})
+                elif isinstance(expression, COMPREHENSIONS):
+                    self._stores(expression, rebound_names([ast.Expr(expression)]))
+                    for inner in ast.walk(expression):
+                        self._one(inner)
                 continue
             if conditional:
-                raise Refused(
-                    "different-branches",
-                    f"{view.text(expression)} is evaluated only sometimes",
-                    expression.lineno,
-                )
-            if tests:
+                choice = _settings_around(view, node, expression) if self.arms else None
+                if choice is None:
+                    why = f"{view.text(expression)} is evaluated only sometimes"
+                    raise Refused("different-branches", why, expression.lineno)
+            if tests or conditional:
                 self.in_arms.add(expression)
             else:
                 self.sure = True
+            self.begun = True
             self.left.discard(expression)
             if not self.left:
                 return True
         return False
+
+    def _one(self, node: ast.AST) -> None:
+        """One node between the parts: what it does, and what it calls."""
+        self.passed.add(node)
+        for effect in self.view.effects.at(node):
+            self.guarded.check(node, effect)
+        for module in self.view.effects.called.get(node, ()):
+            path = self.view.paths.get(id(module))
+            if path is not None:
+                self.called.add(path)
+
+    def _stores(self, node: ast.AST, names: set[str]) -> None:
+        """Names that are stored between the parts."""
+        if not on("rebinding"):
+            return
+        view = self.view
+        mine = self.guarded.inputs | {view.source.self_name}
+        for name in sorted(names & mine):
+            if self.begun and self.guarded.is_one_value and name != view.source.self_name:
+                continue  # a new value that the parts behind do not read, or the same again
+            statement = _statement_of(view, node)
+            raise Refused(
+                "input-rebound",
+                f"{name} is stored again between the parts: {view.short(statement)}",
+                getattr(node, "lineno", None),
+            )
+        for name in sorted(view.effects.volatile & mine):
+            raise Refused(
+                "input-rebound", f"{name} may be stored by a nested function, or is global", getattr(node, "lineno", None)
+            )
+
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _is_loop(node: ast.AST) -> bool:
+    return isinstance(node, (ast.For, ast.AsyncFor, ast.While))
+
+
+def _statement_of(view: ForwardView, node: ast.AST) -> ast.expr | ast.stmt:
+    for statement in ast.walk(view.source.tree):
+        if isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.For, ast.With)):
+            if any(inner is node for inner in ast.walk(statement)):
+                return statement
+    return node  # type: ignore[return-value]
+
+
+def _settings_around(view: ForwardView, root: ast.AST, expression: ast.expr) -> ast.expr | None:
+    """The test of the conditional expression around `expression`, where that is the only one and a setting."""
+    around = [
+        node
+        for node in ast.walk(root)
+        if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Compare))
+        and any(inner is expression for inner in ast.walk(node))
+    ]
+    if len(around) != 1 or not isinstance(around[0], ast.IfExp):
+        return None
+    test = around[0].test
+    return test if _is_setting(test, view.source.self_name) else None
 
 
 def _is_setting(test: ast.expr, own: str) -> bool:
@@ -220,31 +486,39 @@ def _in_different(reason: str, where: str, view: ForwardView, expressions: list[
     )
 
 
-def _check_rebinding(view: ForwardView, statement: ast.stmt, inputs: frozenset[str]) -> None:
-    targets: list[ast.expr] = []
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, ast.AnnAssign):
-        targets = [statement.target]
-    for name in sorted({name for target in targets for name in names_in(target)} & inputs):
-        raise Refused(
-            "input-rebound",
-            f"{name} is stored again between the parts: {view.text(statement)}",
-            statement.lineno,
-        )
+# -- the second witness ----------------------------------------------------------------------------------
 
 
-def _nothing_unseen(view: ForwardView, nodes: Sequence[fx.Node], reading: Reading) -> None:
-    """The second witness: what the trace saw between the parts came from expressions that were checked."""
+def _nothing_unseen(view: ForwardView, nodes: Sequence[fx.Node], walk: _Walk) -> None:
+    """What the trace saw between the parts came from expressions that were followed, and wrote nothing."""
     order = {node: index for index, node in enumerate(view.trace.graph.nodes)}
     places = sorted(order[node] for node in nodes)
+    read = {s for node in nodes for s in _storages(node.all_input_nodes)}
     for node, index in order.items():
-        if places[0] < index < places[-1] and node.op not in UNEVALUATED:
-            made_by = view.expression_at(node)
-            if made_by not in reading.passed and made_by not in reading.wanted:
-                span = node.meta.get("span")
-                raise Refused(
-                    "input-may-be-written",
-                    f"{node.name} runs between the parts, out of no expression there",
-                    span.line if span else view.source.line,
-                )
+        if not places[0] < index < places[-1] or node.op in UNEVALUATED:
+            continue
+        made_by = view.expression_at(node)
+        if made_by not in walk.passed and made_by not in walk.guarded.wanted:
+            raise Refused(
+                "input-may-be-written",
+                f"{node.name} runs between the parts, out of no expression there",
+                line_of(node) or view.source.line,
+            )
+        if node.meta.get("written") and read & _storages(node.all_input_nodes) and _wrote(node, read):
+            raise Refused(
+                "input-written", f"{node.name} was seen to write what the parts read", line_of(node)
+            )
+
+
+def _wrote(node: fx.Node, read: set[int]) -> bool:
+    written = [one for one in node.all_input_nodes if one.name in node.meta["written"]]
+    return bool(_storages(written) & read)
+
+
+def _storages(nodes: Sequence[fx.Node]) -> set[int]:
+    found = set()
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            found.add(value.untyped_storage()._cdata)
+    return found

@@ -65,9 +65,7 @@ def rewrite(
         calls,
         tuple(sorted(edits)),
         whole.lineno,
-        norms=proof.norms,
-        activations=proof.activations,
-        linears=proof.linears,
+        called=proof.called - frozenset(calls),
         functions=((name, function),),
         replaced=frozenset(calls),
     )

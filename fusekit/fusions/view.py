@@ -1,17 +1,21 @@
 """A traced forward as a fusion sees it: nodes of the graph and expressions of the source, tied by spans."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType
+from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import fx
 
 from fusekit.errors import FusekitError
 from fusekit.forward import ForwardSource, Span, block_chain, text_at
-from fusekit.forward.reads import MISSING, module_attribute
+from fusekit.forward.effects import Effects, effects_of
+from fusekit.forward.reads import DYNAMIC, MISSING, module_attribute
 from fusekit.forward.rewriting import Block, blocks_of
 from fusekit.forward.span import lines_of
 from fusekit.tracing import Trace
@@ -87,6 +91,28 @@ class ForwardView:
         return found
 
     @cached_property
+    def effects(self) -> Effects:
+        """What the forward may write, and which of its values may share storage, on every way."""
+        given: dict[str, Any] = {}
+        try:
+            args, kwargs = self.trace.inputs
+            signature = inspect.signature(self.source.function)
+            given = dict(signature.bind_partial(self.module, *args, **kwargs).arguments)
+        except (TypeError, ValueError):
+            pass
+
+        def is_tensor(node: ast.AST) -> bool:
+            nodes = self.nodes_at.get(node, ())  # type: ignore[call-overload]
+            return any(isinstance(one.meta.get("val"), torch.Tensor) and self.expression(one) is node for one in nodes)
+
+        return effects_of(self.source, self.module, given, is_tensor)
+
+    @cached_property
+    def paths(self) -> dict[int, str]:
+        """The path of each submodule, by its id."""
+        return {id(module): path for path, module in self.module.named_modules() if path}
+
+    @cached_property
     def called(self) -> frozenset[ast.expr]:
         """The expressions that are called: the `f` of every `f(...)`."""
         return frozenset(node.func for node in ast.walk(self.source.tree) if isinstance(node, ast.Call))
@@ -119,7 +145,7 @@ class ForwardView:
         code = self.source.function.__code__
         return name in code.co_varnames and name not in (*code.co_cellvars, *code.co_freevars)
 
-    def short(self, expression: ast.expr) -> str:
+    def short(self, expression: ast.expr | ast.stmt) -> str:
         """The text of an expression on one line, cut at 60 letters."""
         text = " ".join(self.text(expression).split())
         return text if len(text) <= 60 else f"{text[:57]}..."
@@ -137,6 +163,8 @@ class ForwardView:
 
         def is_taken(name: str) -> bool:
             value = module_attribute(self.module, name)
+            if value is DYNAMIC:  # asked of a `__getattr__` of the class, unless there is one of that name
+                value = inspect.getattr_static(self.module, name, MISSING)
             held = value is not MISSING and not getattr(value, "is_merged_storage", False)
             return held or name in attributes or f".{name}" in self._given
 

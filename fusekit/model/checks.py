@@ -11,7 +11,7 @@ from fusekit.fusions import Analysis, Match, Objection, Refusal, analyse
 from fusekit.fusions.merge import is_conv1d
 from fusekit.kernels import activation_name
 from fusekit.model.binding import applied_matches
-from fusekit.model.storage import is_plain, is_untouched
+from fusekit.model.storage import is_untouched
 
 QUANTIZERS = (
     "bitsandbytes",
@@ -95,14 +95,11 @@ def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, u
     found = _group_objection(merged, [module.get_submodule(part) for part in merged], uses)
     if found:
         return refusal(*found, match.line)
-    for linear in sorted(match.linears):
-        if not is_plain(module.get_submodule(linear)):
-            why = f"{linear} runs between the parts and is no plain linear (a subclass, or hooked)"
-            return refusal("input-may-be-written", why, match.line)
-    for norm in sorted(match.norms):
-        if not is_proven_norm(module.get_submodule(norm)):
-            why = f"{norm} runs between the parts and is no norm known to leave them alone, or carries hooks"
-            return refusal("input-may-be-written", why, match.line)
+    for called in sorted(match.called):
+        for path, inner in module.get_submodule(called).named_modules(prefix=called):
+            if not is_untouched(inner):
+                why = f"{path} runs between the parts and carries hooks, which may do anything; remove them first"
+                return refusal("input-may-be-written", why, match.line)
     for activation in sorted(match.activations):
         if activation_name(module.get_submodule(activation)) is None:
             why = f"{activation} is not exactly a known activation, or carries hooks"

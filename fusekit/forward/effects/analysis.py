@@ -1,0 +1,220 @@
+"""The effects of one forward: what each of its expressions may write, on every way through it."""
+
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fusekit.forward.effects.calls import Effect, TooMuch, is_hooked, locals_of
+from fusekit.forward.effects.interpreter import Frame, Interpreter
+from fusekit.forward.effects.rules import on
+from fusekit.forward.effects.values import (
+    CONTAINER,
+    Region,
+    State,
+    Value,
+    anything,
+    container,
+    plain,
+    tensor,
+)
+from fusekit.forward.reads import SIMPLE
+from fusekit.forward.source import ForwardSource
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A name of the forward after a statement has stored it."""
+
+    name: str
+    node: ast.AST
+    value: Value
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Of each expression and statement of a forward what it may write, of each expression what it may be.
+
+    `failed` says why the forward could not be followed; nothing is known then.
+    """
+
+    found: Mapping[ast.AST, tuple[Effect, ...]]
+    values: Mapping[ast.AST, Value]
+    stored: tuple[Stored, ...]
+    views: Mapping[ast.AST, str]  # expressions that may return a view of an input, and by what rule
+    called: Mapping[ast.AST, tuple[nn.Module, ...]]  # modules whose forwards an expression runs
+    volatile: frozenset[str]  # names that nested functions store, or that are global
+    given: tuple[Stored, ...] = ()
+    failed: str | None = None
+
+    def at(self, node: ast.AST) -> tuple[Effect, ...]:
+        return self.found.get(node, ())
+
+    def value(self, node: ast.AST) -> Value | None:
+        return self.values.get(node)
+
+
+def touches(written: Iterable[Region], read: Iterable[Region]) -> Region | None:
+    """A region of `written` that may be one of `read`, None where none can be.
+
+    What lies outside of the forward may be one and the same: the caller may pass a tensor twice, or one
+    of the module's own. Two tensors of the module are told apart by their storage.
+    """
+    theirs = list(read)
+    for mine in written:
+        for other in theirs:
+            if mine == other or _may_be_one(mine, other):
+                return mine
+    return None
+
+
+def _may_be_one(one: Region, other: Region) -> bool:
+    if one.kind == "new" or other.kind == "new":
+        return False
+    if one.kind == "own" and other.kind == "own":
+        # Objects by identity; which tensors an object holds is what `outside` stands for.
+        return False
+    if not on("same-inputs"):
+        return "outside" in (one.kind, other.kind)
+    kinds = {one.kind, other.kind}
+    if "own" in kinds and "given" in kinds:
+        own = one if one.kind == "own" else other
+        return own.can_be_input
+    return True
+
+
+def effects_of(
+    source: ForwardSource,
+    module: nn.Module,
+    given: Mapping[str, Any] | None = None,
+    is_tensor: Callable[[ast.AST], bool] = lambda node: False,
+) -> Effects:
+    """Follow every way through the forward of `source`, as `module` runs it.
+
+    `given` are examples of what its parameters are called with, by name: they say which are tensors.
+    `is_tensor` tells of an expression whether a run has seen a tensor there. Calls are followed into
+    methods, functions and the forwards of submodules, with their attributes as they are now; hooks of
+    those are not looked at (see `Effects.called`).
+    """
+    tree = source.tree
+    one = Interpreter(module, tree, is_tensor)
+    one.volatile = _volatile(tree)
+    frame = Frame(
+        0,
+        tree,
+        source.function.__globals__,
+        _cells(source),
+        is_forward=True,
+        class_name=source.class_name,
+        home=_home(source, module),
+        own=module,
+        local=locals_of(tree),
+    )
+    state = State()
+    parameters: list[Stored] = []
+    for parameter, value in _given(one, source, module, given or {}, state):
+        one.bind(parameter.arg, value, state, frame, parameter)
+        parameters.append(Stored(parameter.arg, parameter, value))
+    failed = None
+    try:
+        one.block(tree.body, state, frame)
+    except TooMuch as error:
+        failed = str(error)
+    except RecursionError:
+        failed = "the forward is nested too deeply to be followed"
+    stored = tuple(Stored(name, node, value) for (node, name), value in one.stores.items())
+    return Effects(
+        {node: tuple(effects) for node, effects in one.found.items()},
+        one.values,
+        stored,
+        one.views,
+        {node: tuple(modules.values()) for node, modules in one.called.items()},
+        frozenset(one.volatile),
+        tuple(parameters),
+        failed,
+    )
+
+
+def _cells(source: ForwardSource) -> dict[str, Any]:
+    from fusekit.forward.effects.known import cells_of
+
+    return cells_of(source.function)
+
+
+def _home(source: ForwardSource, module: nn.Module) -> type | None:
+    from fusekit.forward.source import original_class
+
+    for cls in original_class(module).__mro__:
+        forward = cls.__dict__.get("forward")
+        if forward is source.chain[0] or forward is source.function:
+            return cls
+    return None
+
+
+def _volatile(tree: ast.FunctionDef) -> set[str]:
+    """Names that nested functions store, or that are no locals: they may change at any call."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            found.update(node.names)
+    return found
+
+
+def _given(
+    one: Interpreter, source: ForwardSource, module: nn.Module, given: Mapping[str, Any], state: State
+) -> list[tuple[ast.arg, Value]]:
+    arguments = source.tree.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    found: list[tuple[ast.arg, Value]] = []
+    if positional:
+        found.append((positional[0], one.value_of(module, positional[0].arg)))
+    for parameter in (*positional[1:], *arguments.kwonlyargs):
+        found.append((parameter, _value_given(parameter, given.get(parameter.arg), state)))
+    for parameter, shape in ((arguments.vararg, "*"), (arguments.kwarg, "**")):
+        if parameter is not None:
+            region = Region("given", (shape, parameter.arg), parameter.arg, deep=True)
+            found.append((parameter, Value(frozenset({region}), frozenset({CONTAINER}))))
+    return found
+
+
+TENSOR_WORDS = frozenset(
+    {"Tensor", "FloatTensor", "LongTensor", "BoolTensor", "torch", "Optional", "None", "typing"}
+)
+PLAIN_WORDS = frozenset(
+    {"int", "float", "bool", "str", "Optional", "None", "typing", "torch", "dtype", "device"}
+)
+
+
+def _value_given(parameter: ast.arg, example: Any, state: State) -> Value:
+    """A parameter by an example of it, or by its annotation."""
+    name = parameter.arg
+    region = Region("given", name, name)
+    if isinstance(example, torch.Tensor):
+        return tensor({region})
+    if isinstance(example, (tuple, list)) and example and all(isinstance(t, torch.Tensor) for t in example):
+        return container({region})
+    if example is not None and isinstance(example, SIMPLE):
+        return plain()
+    words = (
+        {node.id for node in ast.walk(parameter.annotation) if isinstance(node, ast.Name)}
+        if (parameter.annotation is not None)
+        else set()
+    )
+    if parameter.annotation is not None:
+        words |= {node.attr for node in ast.walk(parameter.annotation) if isinstance(node, ast.Attribute)}
+        for node in ast.walk(parameter.annotation):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words |= set(
+                    node.value.replace("|", " ").replace(".", " ").replace("[", " ").replace("]", " ").split()
+                )
+    if words and words <= TENSOR_WORDS and any(word.endswith("Tensor") for word in words):
+        return tensor({region})
+    if words and words <= PLAIN_WORDS:
+        return plain()
+    return anything({Region("given", name, name, deep=True)})
+
+
+__all__ = ["Effect", "Effects", "Stored", "effects_of", "is_hooked", "touches"]
