@@ -5,7 +5,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -70,6 +70,10 @@ class _Remembered:
 
 _remembered: "weakref.WeakKeyDictionary[Any, _Remembered]" = weakref.WeakKeyDictionary()
 LIMIT = 256  # analyses kept for one function
+# What bounds the time that one forward may take: far more than forwards of Transformers have.
+LONGEST = 60_000  # characters of a forward's text
+MOST_NODES = 2_000  # of its trace
+MOST_RUN = 20_000  # nodes run to try its rewrites out, each in a run of the whole forward
 
 
 def analyse(module: nn.Module, inputs: Inputs | None = None) -> Analysis:
@@ -81,8 +85,27 @@ def analyse(module: nn.Module, inputs: Inputs | None = None) -> Analysis:
         return NOTHING  # PyTorch's own layers: nothing in them is written in Python to be rewritten
     try:
         source = source_of(forward_chain(module, original=True))
+        if len(source.text) > LONGEST:
+            raise NoSource("too-long", _too_long(source, f"of {len(source.text)} characters, {LONGEST}"))
     except NoSource as error:
         return _without_source(module, error)
+    except RecursionError:
+        return _without_source(module, NoSource("too-long", _too_deep(type(module).__name__)))
+    try:
+        return _analysed(module, source, inputs)
+    except RecursionError:
+        return _without_source(module, NoSource("too-long", _too_deep(source.name), source.path, source.line))
+
+
+def _too_long(source: ForwardSource, what: str) -> str:
+    return f"{source.name} is {what} are looked through: move parts of it into methods or submodules"
+
+
+def _too_deep(name: str) -> str:
+    return f"{name} is nested too deeply to be looked through: give parts of its expressions names"
+
+
+def _analysed(module: nn.Module, source: ForwardSource, inputs: Inputs | None) -> Analysis:
     remembered = _remembered.setdefault(source.function, _Remembered())
     # A user's own fusion may be about anything.
     if not (remembered.analyses or own_fusions or _is_worth_tracing(module, source)):
@@ -232,6 +255,10 @@ def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) ->
         trace = gated  # an input that may be left out is needed all the same
     view = ForwardView(module, source, trace)
     name = view.new_name("kernels")
+    size = len(trace.graph.nodes)
+    if size > MOST_NODES:
+        why = _too_long(source, f"one of {size} operations, {MOST_NODES}")
+        return replace(_without_source(module, NoSource("too-long", why)), source=source, trace=trace)
     own = find_own(view, name)
     checked = [found for found in own if isinstance(found, Match)]
     objections = [found for found in own if isinstance(found, Objection)]
@@ -245,7 +272,13 @@ def _analyse(module: nn.Module, source: ForwardSource, inputs: Inputs | None) ->
         taken.update(found.parts)
     for found in find_merges(view, taken):
         (matches if isinstance(found, Match) else objections).append(found)  # type: ignore[arg-type]
-    for match in matches:
+    for number, match in enumerate(matches, 1):
+        if number * size > MOST_RUN:
+            why = _too_long(
+                source, f"one of {len(matches)} places in {size} operations, {number - 1} of them"
+            )
+            objections.append(Objection(match.fusion, "too-long", why, match.line, match.parts))
+            continue
         tried = try_out(view, match, name)
         (checked if isinstance(tried, Match) else objections).append(tried)  # type: ignore[arg-type]
     return Analysis(source, trace, tuple(checked), tuple(objections), name, inputs)

@@ -27,9 +27,11 @@ REASONS: dict[str, str] = {
     "overlapping": "another fusion takes a part of it, or its place in the forward",
     "parametrized": "a weight is computed by a parametrization",
     "quantized": "a part's weight is quantized or not a plain floating tensor",
+    "sharded": "the weights of a part are shared out over several processes",
     "source-is-stale": "the file was edited since the code was imported",
     "subclass": "a part is a subclass of the plain module, which may compute more",
     "tied": "a part's module or weight is also used elsewhere",
+    "too-long": "the forward is longer, or nested deeper, than is looked through",
     "trace-stopped": "the forward could not be followed to its end",
 }
 

@@ -11,7 +11,7 @@ from fusekit.fusions import Analysis, Match, Objection, Refusal, analyse
 from fusekit.fusions.merge import is_conv1d
 from fusekit.kernels import activation_name
 from fusekit.model.binding import applied_matches
-from fusekit.model.storage import is_untouched
+from fusekit.model.storage import is_sharded, is_untouched
 
 QUANTIZERS = (
     "bitsandbytes",
@@ -114,6 +114,13 @@ def refusal_from(name: str, module: nn.Module, analysis: Analysis, objection: Ob
     reason, message = objection.reason, objection.message
     if "parametrizations" in module._modules:
         reason, message = "parametrized", "its weight is computed by a parametrization; remove it first"
+    elif reason in ("trace-stopped", "not-this-function"):
+        inside = dict(module.named_modules())
+        parts = {path: inside[path] for path in objection.parts or ("",) if path in inside}
+        sharded = [path for path, part in parts.items() if is_sharded(part)]
+        if sharded:
+            why = _sharded(sharded[0]) if sharded[0] else "its weights are shared out over several processes"
+            reason, message = "sharded", f"{why} ({message})"
     text = f"{at}: cannot fuse {objection.fusion}: {message}"
     return Refusal(name, objection.fusion, reason, text, path, objection.line, objection.parts)
 
@@ -135,6 +142,8 @@ Found = tuple[str, str] | None
 
 
 def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
+    if is_sharded(part):
+        return "sharded", _sharded(path)
     found = _call_objection(path, part)
     if found:
         return found
@@ -153,6 +162,13 @@ def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
         if found:
             return found
     return None
+
+
+def _sharded(path: str) -> str:
+    return (
+        f"the weights of {path} are shared out over several processes (DTensor, FSDP), so they cannot be "
+        "rows of one tensor here; fusing before sharding is safe, and the parts then run apart"
+    )
 
 
 def _call_objection(path: str, part: nn.Module) -> Found:

@@ -12,6 +12,7 @@ from torch.nn.modules import module as torch_module
 
 from fusekit.model.gradients import Rows, Slices
 
+GONE = torch.empty(0)  # stands for a parameter that nobody has any more
 LINEAR_FORWARD = nn.Linear.forward  # some tools replace it for the whole process
 
 
@@ -68,7 +69,10 @@ class MergedLinear:
             return tuple([p.detach() if i in frozen else p for i, p in enumerate(pieces)])
         if self.pending:
             self.settle()
-        if not isinstance(x, torch.Tensor) or _is_transformed() or not self.is_tied():
+        if not isinstance(x, torch.Tensor) or _is_transformed():
+            return self._apart(x)
+        if not self.is_tied():
+            self._let_go()
             return self._apart(x)
         used: set[int] = set()
         out = F.linear(x, *self._whole(used))
@@ -191,11 +195,11 @@ class MergedLinear:
         """Lay the parts' weights out as rows of one new tensor.
 
         False where they do not fit into one (their kinds, dtypes, devices or widths differ, a part
-        is no plain linear or hooked); then each has a storage of its own. At its peak it holds the
-        parts once more than before.
+        is no plain linear, hooked or sharded); then each has a storage of its own. At its peak it holds
+        the parts once more than before.
         """
         parts = self._present()
-        if not all(is_plain(part) for part in parts):
+        if not all(is_plain(part) and not is_sharded(part) for part in parts):
             self.untie()
             return False
         weights = [part._parameters.get("weight") for part in parts]
@@ -238,7 +242,7 @@ class MergedLinear:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in the merged storage."""
         shared = {_storage(whole) for whole in (self.weight, self.bias) if whole is not None}
-        return _storage(tensor) in shared
+        return _storage(tensor) in shared - {None}
 
     def untie(self) -> None:
         """Give each part's parameters a storage of their own again, with their present values."""
@@ -266,6 +270,20 @@ class MergedLinear:
         if not same or not self._is_laid_out():
             self.tie()
 
+    def _let_go(self) -> None:
+        """Drop the merged tensor where none of its parameters is left: no weight is held beside others.
+
+        Quantizing replaces every parameter, as sharding does.
+        """
+        weak = [(row[0], _weakly(row[1]), _weakly(row[2]), *row[3:]) for row in self._rows]
+        self._rows = ()
+        rows = tuple((row[0], row[1](), row[2](), *row[3:]) for row in weak)
+        if all(own is None or own is GONE for row in rows for own in row[1:3]):
+            self.weight = self.bias = None
+            self._slots = ()
+        else:
+            self._rows = rows
+
     # A copy never holds the merged tensor: the class of a fused module lays its own parts out again.
     def __deepcopy__(self, memo: dict[int, Any]) -> "MergedLinear":
         made = object.__new__(type(self))
@@ -292,6 +310,28 @@ def is_untouched(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or "forward" in module.__dict__
     )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether each process holds a share of its parameters: as DTensors, or whole for now, lent by FSDP."""
+    for own in module._parameters.values():
+        if type(own).__module__.startswith("torch.distributed") or hasattr(own, "_fsdp_flattened"):
+            return True
+    hooks = (getattr(hook, "__module__", None) or "" for hook in module._state_dict_pre_hooks.values())
+    return any(home.startswith("torch.distributed.fsdp") for home in hooks)
+
+
+def _weakly(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    """What gives `tensor` while somebody has it, then `GONE`; None for None, as a bias may be."""
+    if tensor is None:
+        return lambda: None
+    found = weakref.ref(tensor)
+
+    def again() -> torch.Tensor:
+        left = found()
+        return GONE if left is None else left
+
+    return again
 
 
 def _is_transformed() -> bool:
@@ -331,8 +371,11 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except Exception:  # a subclass without one storage
+        return None
 
 
 def _fit(weights: list[Any], biases: list[Any]) -> bool:

@@ -68,7 +68,12 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "__invert__": operator.invert,
     "bitwise_not": operator.invert,
 }
+MOST_CALLS = 10_000  # recorded in one trace: a loop without an end is not followed for ever
 REFLECTED = {"__rsub__": operator.sub, "__rdiv__": operator.truediv, "__rpow__": operator.pow}
+
+
+class TooManyCalls(RuntimeError):
+    """A forward does more than a trace records."""
 
 
 class Recorder(TorchFunctionMode):
@@ -84,6 +89,7 @@ class Recorder(TorchFunctionMode):
         self._kept: list[Any] = []
         self._leaves: list[Callable[..., Any]] = []
         self._paused = 0
+        self._calls = 0
         self._caller: CodeType | None = None
         self._spans: list[Span | None] = []
 
@@ -184,6 +190,7 @@ class Recorder(TorchFunctionMode):
             return True  # the stand-in does not, its original does
         if self._paused:
             return _evaluate(func, args, kwargs)
+        self._count()
         given = tensors_in((args, kwargs))
         versions = [_version(tensor) for tensor in given]
         result = _evaluate(func, args, kwargs)
@@ -214,6 +221,7 @@ class Recorder(TorchFunctionMode):
         """Record a call of a submodule as one node; its value comes from running it unrecorded."""
         if self._paused:
             return module.forward(*args, **kwargs)
+        self._count()
         place = self._place()
         recorded = self.argument(args), self.argument(kwargs)
         result, written = self._run(module.forward, args, kwargs)
@@ -240,6 +248,11 @@ class Recorder(TorchFunctionMode):
 
         self._leaves.append(call)
         return call
+
+    def _count(self) -> None:
+        self._calls += 1
+        if self._calls > MOST_CALLS:
+            raise TooManyCalls(f"more than {MOST_CALLS} operations: a trace is not followed further")
 
     def _own_leaf(self, target: LeafCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of what the user made a leaf with `as_leaf_call`."""

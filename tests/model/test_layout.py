@@ -666,3 +666,16 @@ def test_make_fx(pair, tracing_mode, grad):
         if tracing_mode == "real":  # with the parameters as constants
             gm = make_fx(model)(x)
             torch.testing.assert_close(gm(other), twin(other))
+
+
+def test_bias_taken_away_afterwards(pair):
+    model, twin = pair
+    for one in (model, twin):
+        one.mlp.up.bias = None
+    for _ in range(2):  # the second time nothing is left of the old one
+        assert_equal(model, twin, fast=False)
+    one, other = model.state_dict(), twin.state_dict()
+    assert list(one) == list(other)
+    fk.revert(model)
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(model(x), twin(x))
