@@ -82,6 +82,23 @@ def source(module: nn.Module) -> ForwardSource:
     return source_of(forward_chain(module))
 
 
+class FusedForward:
+    """The `forward` of the fused class `made`: `fused`, or that of `cls` where it is another one by now.
+
+    So somebody who replaces the forward of a class reaches its fused instances as well.
+    """
+
+    def __init__(self, cls: Any, made: Any, fused: FunctionType):
+        self.cls, self.made, self.fused, self.before = cls, made, fused, cls.forward
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if self.cls.forward is self.before:
+            return self.fused.__get__(instance, owner)
+        if instance is None:
+            return self.cls.forward
+        return super(self.made, instance).forward  # type: ignore[misc]  # Dynamo can follow this form
+
+
 def original_class(module: nn.Module) -> type:
     """The class of `module`, or the one it had before fusekit fused it (and others subclassed that)."""
     return getattr(type(module), ORIGINAL, type(module))
@@ -114,6 +131,8 @@ def class_chain(cls: type) -> tuple[FunctionType, ...]:
 
 def _class_chain(cls: type) -> tuple[FunctionType, ...]:
     forward = inspect.getattr_static(cls, "forward", None)
+    if isinstance(forward, FusedForward):
+        forward = forward.__get__(None, cls)
     if not isinstance(forward, FunctionType):
         raise NoSource(
             "decorated",

@@ -14,7 +14,7 @@ import torch.nn as nn
 from fusekit import kernels
 from fusekit.errors import FusekitError
 from fusekit.forward import Edit, ForwardSource, compile_edited, original_class
-from fusekit.forward.source import ORIGINAL
+from fusekit.forward.source import ORIGINAL, FusedForward
 from fusekit.fusions import Match
 from fusekit.model.storage import MergedLinear, alone
 
@@ -82,7 +82,7 @@ def _make_class(
         members["__deepcopy__"] = _deepcopy_fused
     made: type = type(cls)(cls.__name__, (cls,), members)
     # Some bases wrap `forward` in __init_subclass__; the one compiled here is wrapped already.
-    made.forward = forward  # type: ignore[attr-defined]
+    made.forward = FusedForward(cls, made, forward)  # type: ignore[attr-defined]
     return made
 
 

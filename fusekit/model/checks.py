@@ -107,22 +107,48 @@ def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, u
     return None
 
 
+Found = tuple[str, str] | None
+
+
 def refusal_from(name: str, module: nn.Module, analysis: Analysis, objection: Objection) -> Refusal:
     """An objection of the class as a refusal of this instance, its state named where that is the cause."""
     path = analysis.source.path if analysis.source else None
     at = name or type(module).__name__
-    reason, message = objection.reason, objection.message
+    reason, message = _state_behind(module, objection) or (objection.reason, objection.message)
+    text = f"{at}: cannot fuse {objection.fusion}: {message}"
+    return Refusal(name, objection.fusion, reason, text, path, objection.line, objection.parts)
+
+
+def _state_behind(module: nn.Module, objection: Objection) -> Found:
+    """What in the state of the instance is the cause of an objection to its forward."""
     if "parametrizations" in module._modules:
-        reason, message = "parametrized", "its weight is computed by a parametrization; remove it first"
-    elif reason in ("trace-stopped", "not-this-function"):
+        return "parametrized", "its weight is computed by a parametrization; remove it first"
+    if objection.reason in ("trace-stopped", "not-this-function"):
         inside = dict(module.named_modules())
         parts = {path: inside[path] for path in objection.parts or ("",) if path in inside}
         sharded = [path for path, part in parts.items() if is_sharded(part)]
         if sharded:
             why = _sharded(sharded[0]) if sharded[0] else "its weights are shared out over several processes"
-            reason, message = "sharded", f"{why} ({message})"
-    text = f"{at}: cannot fuse {objection.fusion}: {message}"
-    return Refusal(name, objection.fusion, reason, text, path, objection.line, objection.parts)
+            return "sharded", f"{why} ({objection.message})"
+    children = dict(module.named_modules()) if objection.reason in ("module-escapes", "trace-stopped") else {}
+    for path in objection.parts:
+        part = children.get(path)
+        if not isinstance(part, nn.Linear):
+            continue
+        weight = part._parameters.get("weight")
+        if objection.reason == "module-escapes" and type(part).__call__ is not nn.Module.__call__:
+            return (
+                "subclass",
+                f"{path} is a {type(part).__name__}, whose __call__ may compute more than nn.Linear",
+            )
+        if (
+            objection.reason == "trace-stopped"
+            and weight is not None
+            and weight.numel() == 0 < part.in_features * part.out_features
+        ):
+            why = "(sharded or offloaded): fuse while its weights are there"
+            return "offloaded", f"the weight of {path} is empty, and may come in only with a call {why}"
+    return None
 
 
 # Their forwards write nothing and read nothing but their own state.
@@ -136,9 +162,6 @@ def is_proven_norm(module: nn.Module) -> bool:
     if type(module) in QUIET:
         return True
     return any(match.fusion == "rms_norm" for match in (*applied_matches(module), *analyse(module).matches))
-
-
-Found = tuple[str, str] | None
 
 
 def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:
