@@ -19,6 +19,7 @@ from fusekit.forward import (
     original_class,
     source_of,
 )
+from fusekit.forward.effects import all_off
 from fusekit.forward.reads import Uncachable, bare_uses, describe, global_names, key, reads
 from fusekit.fusions.gated_rms_norm import find_gated_norms, trace_with_gate
 from fusekit.fusions.glu import find_glus
@@ -137,7 +138,7 @@ def _key(
     )
     read = key(module, source, by_type or frozenset())
     users, given = tuple(own_fusions.values()), describe(inputs, module)
-    return original_class(module).__mro__, bool(module.training), taken, read, given, users
+    return original_class(module).__mro__, bool(module.training), taken, read, given, users, all_off()
 
 
 def _without_source(module: nn.Module, error: NoSource) -> Analysis:

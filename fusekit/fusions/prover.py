@@ -114,7 +114,13 @@ class _Guarded:
                 weights |= _weights(view.submodule(str(node.target)))
         one = len(tokens) == 1 and None not in tokens
         return cls(
-            view, wanted, inputs, frozenset(read), frozenset(weights), frozenset(places), one or not on("values")
+            view,
+            wanted,
+            inputs,
+            frozenset(read),
+            frozenset(weights),
+            frozenset(places),
+            one or not on("values"),
         )
 
     def check(self, node: ast.AST, effect: Effect) -> None:
@@ -132,9 +138,13 @@ class _Guarded:
                 raise Refused("input-written", f"a part is replaced between the parts: {effect.why}", line)
             return
         surely = effect.kind == "write"
-        if on("weights") and any(region.kind == "outside" or region in self.weights for region in effect.regions):
+        if on("weights") and any(
+            region.kind == "outside" or region in self.weights for region in effect.regions
+        ):
             if surely:
-                raise Refused("input-written", f"a part's weight is written between the parts: {effect.why}", line)
+                raise Refused(
+                    "input-written", f"a part's weight is written between the parts: {effect.why}", line
+                )
             raise Refused(
                 "input-may-be-written",
                 f"{effect.why} between the parts, and is not known to leave their input and weights alone",
@@ -172,12 +182,16 @@ def _sharing(view: ForwardView, node: ast.AST, regions: frozenset[Region], input
         if stored.name not in names or not stored.value.regions & regions:
             continue
         value = getattr(stored.node, "value", None)
-        rule = next((view.effects.views[n] for n in ast.walk(value) if n in view.effects.views), None) if (
-            isinstance(value, ast.expr)
-        ) else None
+        rule = (
+            next((view.effects.views[n] for n in ast.walk(value) if n in view.effects.views), None)
+            if (isinstance(value, ast.expr))
+            else None
+        )
         if isinstance(stored.node, ast.stmt) and isinstance(value, ast.expr):
             what = f": {rule}" if rule else ""
-            return f"{stored.name} may share its storage, by `{view.short(value)}` in line {value.lineno}{what}"
+            return (
+                f"{stored.name} may share its storage, by `{view.short(value)}` in line {value.lineno}{what}"
+            )
     given = [p.name for p in view.effects.given if p.name in names and touches(p.value.regions, regions)]
     if given:
         return f"the caller may pass one tensor for {given[0]} and for what the parts read"
@@ -279,7 +293,9 @@ class _Walk:
 
     def _whole(self, statement: ast.stmt, tests: tuple[ast.expr, ...]) -> None:
         """A statement between the parts, with all that stands in it."""
-        if isinstance(statement, (ast.Return, ast.Break, ast.Continue)) and not isinstance(statement, ast.Raise):
+        if isinstance(statement, (ast.Return, ast.Break, ast.Continue)) and not isinstance(
+            statement, ast.Raise
+        ):
             raise self._ending(statement)
         leaves = self._leaves(statement) if not isinstance(statement, ast.Raise) else None
         if leaves is not None:
@@ -297,7 +313,9 @@ class _Walk:
 
     def _leaves(self, statement: ast.stmt) -> ast.stmt | None:
         """A statement inside that leads past the parts behind it."""
-        todo: list[tuple[ast.AST, bool]] = [(child, _is_loop(statement)) for child in ast.iter_child_nodes(statement)]
+        todo: list[tuple[ast.AST, bool]] = [
+            (child, _is_loop(statement)) for child in ast.iter_child_nodes(statement)
+        ]
         while todo:
             node, in_loop = todo.pop()
             if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
@@ -394,7 +412,9 @@ class _Walk:
             )
         for name in sorted(view.effects.volatile & mine):
             raise Refused(
-                "input-rebound", f"{name} may be stored by a nested function, or is global", getattr(node, "lineno", None)
+                "input-rebound",
+                f"{name} may be stored by a nested function, or is global",
+                getattr(node, "lineno", None),
             )
 
 

@@ -103,7 +103,10 @@ class ForwardView:
 
         def is_tensor(node: ast.AST) -> bool:
             nodes = self.nodes_at.get(node, ())  # type: ignore[call-overload]
-            return any(isinstance(one.meta.get("val"), torch.Tensor) and self.expression(one) is node for one in nodes)
+            return any(
+                isinstance(one.meta.get("val"), torch.Tensor) and self.expression(one) is node
+                for one in nodes
+            )
 
         return effects_of(self.source, self.module, given, is_tensor)
 

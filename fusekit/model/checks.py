@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fusekit.fusions import Analysis, Match, Objection, Refusal, analyse
+from fusekit.fusions import Analysis, Match, Objection, Refusal
 from fusekit.fusions.merge import is_conv1d
 from fusekit.kernels import activation_name
-from fusekit.model.binding import applied_matches
 from fusekit.model.storage import is_sharded, is_untouched
 
 QUANTIZERS = (
@@ -149,19 +148,6 @@ def _state_behind(module: nn.Module, objection: Objection) -> Found:
             why = "(sharded or offloaded): fuse while its weights are there"
             return "offloaded", f"the weight of {path} is empty, and may come in only with a call {why}"
     return None
-
-
-# Their forwards write nothing and read nothing but their own state.
-QUIET = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)
-
-
-def is_proven_norm(module: nn.Module) -> bool:
-    """Whether a submodule is a norm and nothing else: no hook, no forward of its own, no subclass."""
-    if not is_untouched(module) or type(module).__call__ is not nn.Module.__call__:
-        return False
-    if type(module) in QUIET:
-        return True
-    return any(match.fusion == "rms_norm" for match in (*applied_matches(module), *analyse(module).matches))
 
 
 def _part_objection(path: str, part: nn.Module, uses: Uses) -> Found:

@@ -4,4 +4,15 @@ from fusekit.forward.effects.analysis import Effect, Effects, effects_of, touche
 from fusekit.forward.effects.rules import RULES, all_off, on, switched_off
 from fusekit.forward.effects.values import Region, Value
 
-__all__ = ["RULES", "Effect", "Effects", "Region", "Value", "all_off", "effects_of", "on", "switched_off", "touches"]
+__all__ = [
+    "RULES",
+    "Effect",
+    "Effects",
+    "Region",
+    "Value",
+    "all_off",
+    "effects_of",
+    "on",
+    "switched_off",
+    "touches",
+]
