@@ -250,7 +250,7 @@ class _Code:
 def _source_of(key: _Code) -> _Found:
     code = key.code
     path, line = code.co_filename, code.co_firstlineno
-    text = _file_text(path)
+    text = file_text(path)
     if text is None:
         raise NoSource(
             "no-source",
@@ -260,7 +260,7 @@ def _source_of(key: _Code) -> _Found:
             line,
         )
     if path not in GENERATED:
-        _check_code(code, path, text)
+        check_code(code, path, text)
     place = _place(text, path, line, code.co_name)
     if place is None:
         raise NoSource(
@@ -277,7 +277,7 @@ def _source_of(key: _Code) -> _Found:
 GENERATED: dict[str, str] = {}
 
 
-def _file_text(path: str) -> str | None:
+def file_text(path: str) -> str | None:
     if path in GENERATED:
         return GENERATED[path]
     linecache.checkcache(path)
@@ -286,7 +286,7 @@ def _file_text(path: str) -> str | None:
     return text.replace("\r\n", "\n").replace("\r", "\n") or None
 
 
-def _check_code(code: CodeType, path: str, text: str) -> None:
+def check_code(code: CodeType, path: str, text: str) -> None:
     """Raise unless `code` is what compiling `text` gives for it."""
     stale = NoSource(
         "source-is-stale",
@@ -338,7 +338,7 @@ def _codes_in(todo: list[CodeType]) -> dict[tuple[int, str], list[CodeType]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _parse(text: str, path: str) -> ast.Module:
+def parse(text: str, path: str) -> ast.Module:
     return ast.parse(text, path)
 
 
@@ -362,7 +362,7 @@ def _place(text: str, path: str, line: int, name: str) -> tuple[ast.FunctionDef,
                 return found
         return None
 
-    return search(_parse(text, path), None)
+    return search(parse(text, path), None)
 
 
 def short_path(path: str) -> str:

@@ -5,6 +5,7 @@
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 import torch.nn as nn
 from torch import fx
@@ -15,6 +16,7 @@ from fusekit.fusions.match import Match, Objection, Refused
 from fusekit.fusions.prover import Proof, movable
 from fusekit.fusions.roles import RANKS, attention_operands, role, sources
 from fusekit.fusions.view import ForwardView, line_of
+from fusekit.tracing.schema import operator_name
 
 
 def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objection]:
@@ -40,6 +42,7 @@ def find_merges(view: ForwardView, taken: set[str]) -> Iterator[Match | Objectio
             yield found
     yield from _apart(view)
     yield from _by_keyword(view)
+    yield from _by_hand(view)
 
 
 def _merged(view: ForwardView, nodes: list[fx.Node]) -> Iterator[Match | Objection]:
@@ -149,6 +152,30 @@ def _by_keyword(view: ForwardView) -> Iterator[Objection]:
             yield Objection(fusion, "module-escapes", _how(view, named[0]), line_of(named[0]), parts)
 
 
+def _by_hand(view: ForwardView) -> Iterator[Objection]:
+    """An objection for each group of siblings of which one is written out: `F.linear(x, self.q.weight)`."""
+    groups: dict[fx.Node, dict[str, fx.Node]] = {}
+    written_out = set()
+    calls = set(linear_calls(view))
+    for node in view.trace.graph.nodes:
+        inputs = node.all_input_nodes
+        if node in calls:
+            groups.setdefault(inputs[0], {})[str(node.target)] = node
+        elif operator_name(node) == "linear" and len(inputs) > 1 and inputs[1].op == "get_attr":
+            path, _, name = str(inputs[1].target).rpartition(".")
+            if name == "weight" and is_linear_like(view.submodule(path)) and path:
+                groups.setdefault(inputs[0], {})[path] = node
+                written_out.add(node)
+    for group in groups.values():
+        by_hand = [node for node in group.values() if node in written_out]
+        if by_hand and len(group) > 1:
+            expression = view.expression_at(by_hand[0])
+            text = view.short(expression) if expression is not None else by_hand[0].name
+            path = next(path for path, node in group.items() if node is by_hand[0])
+            why = f"{path} is computed with by {text}, not called by a plain self.{path}(x)"
+            yield Objection("columns", "module-escapes", why, line_of(by_hand[0]), tuple(group))
+
+
 def linear_calls(view: ForwardView) -> list[fx.Node]:
     """The calls of linear-like submodules with one value."""
     return [
@@ -165,8 +192,8 @@ def linear_calls(view: ForwardView) -> list[fx.Node]:
 def sibling_groups(view: ForwardView) -> list[list[fx.Node]]:
     """The calls of linear-like submodules, grouped by the one value that they read.
 
-    A tensor that is written in between holds another value then. Calls that read one tensor, and no
-    value together, stand in a group too: the prover names the write.
+    A tensor that is written in between holds another value then. Calls that read one tensor stand in a
+    group too: the prover names the write.
     """
     values: dict[fx.Node, list[fx.Node]] = {}
     tensors: dict[int, list[fx.Node]] = {}
@@ -175,10 +202,24 @@ def sibling_groups(view: ForwardView) -> list[list[fx.Node]]:
         assert isinstance(source, fx.Node)
         values.setdefault(source, []).append(node)
         tensors.setdefault(id(source.meta.get("val")), []).append(node)
-    groups = [group for group in values.values() if _several(view, group)]
-    found = {node for group in groups for node in group}
-    others = [group for group in tensors.values() if not found & set(group)]
-    return groups + [group for group in others if _several(view, group)]
+    groups: list[list[fx.Node]] = []
+    for group in (*_by_token(view), *values.values(), *tensors.values()):
+        if _several(view, group) and not any(set(group) <= set(known) for known in groups):
+            groups = [known for known in groups if not set(known) <= set(group)] + [group]
+    return groups
+
+
+def _by_token(view: ForwardView) -> list[list[fx.Node]]:
+    """The calls of linears by the one tensor that their arguments' names hold, written in between or not."""
+    found: dict[Any, list[fx.Node]] = {}
+    calls = linear_calls(view)
+    for node in calls if len(calls) > 1 else ():
+        expression = view.expression(node)
+        argument = expression.args[0] if isinstance(expression, ast.Call) and expression.args else None
+        value = view.effects.value(argument) if argument is not None else None
+        if value is not None and value.token is not None:
+            found.setdefault(value.token, []).append(node)
+    return list(found.values())
 
 
 def _several(view: ForwardView, group: list[fx.Node]) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.nn as nn
 from torch import fx
 
+from fusekit.forward import Span
 from fusekit.forward.effects import Effect, Region, on, touches
 from fusekit.forward.names import FUNCTIONS, rebound_names
 from fusekit.forward.reads import SEES_NAMES, attribute_chain
@@ -125,15 +126,14 @@ class _Guarded:
 
     def check(self, node: ast.AST, effect: Effect) -> None:
         """Raise where an effect of `node` touches what must stay."""
-        view = self.view
         line = getattr(node, "lineno", None)
         if effect.kind == "context":
             why = f"{effect.why} between the parts, which may change the grad mode or autocast"
             raise Refused("different-context", why, line)
         if effect.kind == "store":
             owner, attribute = effect.stored or (0, "")
-            hit = (owner, attribute) in self.places or (owner, "[]") in self.places
-            hit = hit or (attribute == "*" and any(owner == one for one, _ in self.places))
+            hit = bool({(owner, attribute), (owner, "[]"), (owner, "*")} & self.places)
+            hit |= attribute == "*" and any(owner == one for one, _ in self.places)
             if hit and on("weights"):
                 raise Refused("input-written", f"a part is replaced between the parts: {effect.why}", line)
             return
@@ -163,15 +163,15 @@ class _Guarded:
 
     def _story(self, node: ast.AST, effect: Effect, touched: Region) -> str:
         """The three lines that decide: a read, the write, another read; and how the one reaches the other."""
-        first, *_, last = sorted(self.wanted, key=lambda e: (e.lineno, e.col_offset)) * 2
-        lines = sorted({first.lineno, *(e.lineno for e in self.wanted)})
+        lines = sorted({expression.lineno for expression in self.wanted})
         names = " and ".join(sorted(self.inputs)) or "what they read"
         text = f"{names} is written between the parts: {effect.why}"
         how = _sharing(self.view, node, self.read | {touched}, self.inputs)
         if how:
             text += f"; {how}"
         if len(lines) > 1:
-            text += f" (read in line {lines[0]}, written in line {getattr(node, 'lineno', 0)}, read in line {lines[-1]})"
+            written = getattr(node, "lineno", 0)
+            text += f" (read in line {lines[0]}, written in line {written}, read in line {lines[-1]})"
         return text
 
 
@@ -224,12 +224,13 @@ def _places(view: ForwardView, path: str) -> set[tuple[int, str]]:
     for name in path.split("."):
         if owner is None:
             break
-        found |= {(id(owner), name), (id(owner._modules), "[]"), (id(owner), "forward")}
+        found |= {(id(owner), one) for one in (name, "forward", "__class__", "_modules", "__dict__")}
+        found.add((id(owner._modules), "[]"))
         owner = owner._modules.get(name)
     if owner is not None:
         for inner in owner.modules():
-            found |= {(id(inner), name) for name in (*inner._parameters, "forward", "training")}
-            found |= {(id(inner._parameters), "[]"), (id(inner._modules), "[]")}
+            found.add((id(inner), "*"))  # whatever is stored on a part
+            found |= {(id(one), "[]") for one in inner.__dict__.values() if isinstance(one, dict)}
     return found
 
 
@@ -313,9 +314,7 @@ class _Walk:
 
     def _leaves(self, statement: ast.stmt) -> ast.stmt | None:
         """A statement inside that leads past the parts behind it."""
-        todo: list[tuple[ast.AST, bool]] = [
-            (child, _is_loop(statement)) for child in ast.iter_child_nodes(statement)
-        ]
+        todo: list[tuple[ast.AST, bool]] = [(statement, False)]
         while todo:
             node, in_loop = todo.pop()
             if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
@@ -347,7 +346,8 @@ class _Walk:
         text = " ".join(self.view.text(test).split())
         return Refused(
             "different-branches",
-            f"{self.view.text(expression)} is evaluated only where {text} says so, which each call decides anew",
+            f"{self.view.text(expression)} is evaluated only where {text} says so, which each call decides "
+            "anew",
             expression.lineno,
         )
 
@@ -434,7 +434,7 @@ def _statement_of(view: ForwardView, node: ast.AST) -> ast.expr | ast.stmt:
 
 
 def _settings_around(view: ForwardView, root: ast.AST, expression: ast.expr) -> ast.expr | None:
-    """The test of the conditional expression around `expression`, where that is the only one and a setting."""
+    """The test of the one conditional expression around `expression`, where it is a setting."""
     around = [
         node
         for node in ast.walk(root)
@@ -513,12 +513,15 @@ def _nothing_unseen(view: ForwardView, nodes: Sequence[fx.Node], walk: _Walk) ->
     """What the trace saw between the parts came from expressions that were followed, and wrote nothing."""
     order = {node: index for index, node in enumerate(view.trace.graph.nodes)}
     places = sorted(order[node] for node in nodes)
+    # `x += 1` is a statement: no expression is it.
+    statements = {Span.of(node) for node in walk.passed if isinstance(node, ast.AugAssign)}
     read = {s for node in nodes for s in _storages(node.all_input_nodes)}
     for node, index in order.items():
         if not places[0] < index < places[-1] or node.op in UNEVALUATED:
             continue
         made_by = view.expression_at(node)
-        if made_by not in walk.passed and made_by not in walk.guarded.wanted:
+        followed = made_by in walk.passed or made_by in walk.guarded.wanted
+        if not followed and node.meta.get("span") not in statements:
             raise Refused(
                 "input-may-be-written",
                 f"{node.name} runs between the parts, out of no expression there",

@@ -11,7 +11,7 @@ import torch
 from fusekit import kernels
 from fusekit.errors import FusekitError
 from fusekit.forward import NoSource, compile_edited
-from fusekit.forward.reads import attribute_chain
+from fusekit.forward.reads import attribute_chain, global_names
 from fusekit.fusions.match import Match, Objection
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing import Trace
@@ -39,7 +39,12 @@ def try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objec
     if match.storage:
         copy = replace(match, copied=True)
         tries = [copy] if _depends_on_layout(view) or _is_unsure(view, match) else [match, copy]
-    befores = [view.trace, *(_other_ranks(view) if match.storage else ())]
+    asked = _asked_for(view) if match.storage else None
+    if asked:
+        why = f"the forward asks {asked}, which tells a slice from an output of its own"
+        return Objection(match.fusion, "layout", why, match.line, match.parts)
+    befores = [(trace, {}) for trace in (view.trace, *(_other_ranks(view) if match.storage else ()))]
+    befores += _other_mode(view) if match.storage else []
     for tried in tries:
         extra = {match.storage: _stand_in(view, tried)} if match.storage else {}
         failed = _first_failure(view, function, befores, extra)
@@ -54,11 +59,14 @@ def try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objec
 
 
 def _first_failure(
-    view: ForwardView, function: FunctionType, befores: list[Trace], extra: dict[str, Any]
+    view: ForwardView,
+    function: FunctionType,
+    befores: list[tuple[Trace, dict[str, Any]]],
+    extra: dict[str, Any],
 ) -> Trace | None:
     """The trace of the rewritten forward that does not give what the original gave on the same inputs."""
-    for before in befores:
-        after = run_again(view.module, function, before, extra)
+    for before, attributes in befores:
+        after = run_again(view.module, function, before, {**attributes, **extra})
         if not after.complete or _observed(after) != _observed(before):
             return after
     return None
@@ -194,6 +202,24 @@ def _other_ranks(view: ForwardView) -> list[Trace]:
     return found
 
 
+def _other_mode(view: ForwardView) -> list[tuple[Trace, dict[str, Any]]]:
+    """The original forward in training where it was traced in evaluation, and the other way round.
+
+    A dropout that is off hands out what it was given.
+    """
+    codes = [view.source.function.__code__]
+    for node in view.trace.graph.nodes:
+        module = view.submodule(str(node.target)) if node.op == "call_module" else None
+        forwards = [type(inner).forward for inner in module.modules()] if module is not None else []
+        codes += [forward.__code__ for forward in forwards if isinstance(forward, FunctionType)]
+    if not any("training" in global_names(code) for code in codes):
+        return []
+    attributes = {"training": not view.module.training}
+    original: FunctionType = view.source.chain[-1]
+    other = run_again(view.module, original, view.trace, attributes)
+    return [(other, attributes)] if other.complete else []
+
+
 def _with_ranks(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Nested inputs with every floating tensor of three dimensions changed."""
     if isinstance(value, torch.Tensor):
@@ -240,8 +266,19 @@ def _observed(trace: Trace) -> Any:
 # What tells a slice from a tensor of its own, though both hold the same values.
 LAYOUT = frozenset(
     {"as_strided", "data_ptr", "is_contiguous", "numpy", "set_", "storage", "storage_offset", "stride"}
-    | {"untyped_storage", "_typed_storage", "_base", "_is_view", "__array__", "__dlpack__"}
+    | {"untyped_storage", "_typed_storage", "__array__", "__dlpack__"}
 )
+
+
+# What tells it even from a copy of a slice.
+VIEW_OR_NOT = frozenset({"_base", "_is_view"})
+
+
+def _asked_for(view: ForwardView) -> str | None:
+    asked = {
+        node.attr for node in ast.walk(view.source.tree) if isinstance(node, ast.Attribute)
+    } & VIEW_OR_NOT
+    return min(asked, default=None)
 
 
 def _depends_on_layout(view: ForwardView) -> bool:

@@ -97,7 +97,7 @@ def refusal_of(name: str, module: nn.Module, analysis: Analysis, match: Match, u
     for called in sorted(match.called):
         for path, inner in module.get_submodule(called).named_modules(prefix=called):
             if not is_untouched(inner):
-                why = f"{path} runs between the parts and carries hooks, which may do anything; remove them first"
+                why = f"{path} runs between the parts and carries hooks, which may do anything: remove them"
                 return refusal("input-may-be-written", why, match.line)
     for activation in sorted(match.activations):
         if activation_name(module.get_submodule(activation)) is None:

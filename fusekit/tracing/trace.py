@@ -106,7 +106,7 @@ def _made_up(
 def run_again(module: nn.Module, function: FunctionType, before: Trace, attributes: dict[str, Any]) -> Trace:
     """The trace of another forward for `module`, on the inputs that `before` had.
 
-    `attributes` are put on the stand-in for `self`.
+    `attributes` are put on the stand-in for `self`; `training` is passed on to its submodules.
     """
     args, kwargs = before.inputs
     return _Run(module, function, None, args, kwargs, [], attributes).trace()
@@ -154,6 +154,9 @@ class _Run:
         skeleton = self.skeleton = Skeleton(self.module, recorder.call_module)
         recorder.parameters, recorder.trained = skeleton.paths, skeleton.trained
         skeleton.module.__dict__.update(self.attributes)
+        if "training" in self.attributes:
+            for inner in skeleton.module.modules():
+                inner.__dict__["training"] = self.attributes["training"]
         function, tree = self.function, None
         if self.source is not None and not _asks_for_its_names(self.source):
             function = instrumented(self.source, self._test, self._bind, self._operand)

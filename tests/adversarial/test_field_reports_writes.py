@@ -392,7 +392,7 @@ class Kind05StopsBetween(Pair):
         return q, self.k(x)
 
 
-@cases.fuses("q k v")
+@cases.refuses("trace-stopped")
 class Kind05StopsBehindThem(Pair):
     def forward(self, x):
         q, k, v = self.q(x), self.k(x), self.v(x)

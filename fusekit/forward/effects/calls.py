@@ -477,7 +477,9 @@ class Calls:
         found = BOTTOM
         if TENSOR in owner.kinds:
             self.seen_view(node, "aten::slice returns a view of its input")
-            regions = owner.regions if on("views") else frozenset({self.region(node, frame)})
+            regions = owner.regions if on("views") else frozenset()
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.List):
+                regions = frozenset()  # an index by a list of numbers copies
             # An index may be a tensor, and the result a copy.
             found = join(found, tensor(regions | {self.region(node, frame)}))
         if self.is_strange(index, state):
@@ -744,6 +746,9 @@ class Calls:
             return PLAIN_VALUE
         if name.startswith("register_") and name.endswith("hook"):
             return PLAIN_VALUE  # it runs when gradients are taken
+        copies = arguments.keywords.get("copy")
+        if name == "to" and copies is not None and copies.is_plain and copies.constant is True:
+            return tensor({self.region(node, frame)})
         if name in ("set_", "swap_"):
             for value in arguments.all():
                 self._share(own, value, state)
@@ -1085,7 +1090,11 @@ class Calls:
         code = function.__code__
         if not on("callees"):
             return anything({self.region(node, frame)})
-        found = objects.tree_of(function)
+        if function.__module__ == "torch.functional" and operator_signature(function.__name__):
+            return self.operator(function.__name__, arguments, node, state, frame)
+        found: tuple[Any, str | None] | None = objects.tree_of(function)
+        if found is None and (known := objects.lambda_of(function)) is not None:
+            found = (known, None)
         too_deep = len(self._stack) >= DEPTH or self._stack.count(code) >= AGAIN
         if found is None or too_deep or isinstance(found[0], ast.AsyncFunctionDef):
             why = "is called, and its text cannot be had" if found is None else "goes too deep to be followed"
@@ -1522,7 +1531,7 @@ def _own_nodes(tree: Any) -> Iterator[ast.AST]:
         todo += [(child, inside) for child in ast.iter_child_nodes(node)]
 
 
-def _defaults(function: types.FunctionType, tree: ast.FunctionDef) -> dict[str, Any]:
+def _defaults(function: types.FunctionType, tree: Any) -> dict[str, Any]:
     names = [parameter.arg for parameter in (*tree.args.posonlyargs, *tree.args.args)]
     given = function.__defaults__ or ()
     found = dict(zip(names[len(names) - len(given) :], given, strict=True)) if given else {}

@@ -200,6 +200,17 @@ class Interpreter(Calls):
     do_ImportFrom = do_Import
 
     def do_FunctionDef(self, node: ast.FunctionDef, state: State, frame: Frame) -> State:
+        signature = node.args
+        every = [
+            *signature.posonlyargs,
+            *signature.args,
+            *signature.kwonlyargs,
+            signature.vararg,
+            signature.kwarg,
+        ]
+        for annotation in (*(one.annotation for one in every if one is not None), node.returns):
+            if annotation is not None:
+                self.evaluate(annotation, state, frame)
         value = self.closure(node, state, frame)
         for decorator in node.decorator_list:
             called = self.evaluate(decorator, state, frame)
@@ -340,10 +351,8 @@ class Interpreter(Calls):
             end = self.block(node.body, state, frame)
         finally:
             frame.tries.pop()
-        if harmless:
-            return end
         end = meet(end, seen[0], (id(node), frame.number))  # it may have swallowed an exception
-        if end is not None:
+        if end is not None and not harmless:
             for item in node.items:
                 self.unknown(item.context_expr, end, [anything({OUTSIDE})], "is left", frame)
         return end

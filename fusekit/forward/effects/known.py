@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from fusekit.forward.effects.values import UNSET, Value
 from fusekit.forward.reads import DYNAMIC, MISSING, SIMPLE, module_attribute
-from fusekit.forward.source import NoSource, original_class, source_of
+from fusekit.forward.source import NoSource, check_code, file_text, original_class, parse, source_of
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 INERT = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodDescriptorType)
@@ -60,6 +60,7 @@ MANAGERS = (
     torch.autocast,
     torch.device,
     contextlib.nullcontext,
+    contextlib.suppress,
     warnings.catch_warnings,
     torch.profiler.record_function,
 )
@@ -146,6 +147,37 @@ def tree_of(function: types.FunctionType) -> tuple[ast.FunctionDef, str | None] 
     except NoSource:
         return None
     return found.tree, found.class_name
+
+
+def lambda_of(function: types.FunctionType) -> ast.Lambda | None:
+    """The lambda that a function is, where its text is that of the code that runs."""
+    code = function.__code__
+    if code.co_name != "<lambda>":
+        return None
+    path = code.co_filename
+    try:
+        text = file_text(path)
+        if text is None:
+            return None
+        check_code(code, path, text)
+        tree = parse(text, path)
+    except (NoSource, SyntaxError, ValueError):
+        return None
+    places = {(line, column) for line, _, column, _ in code.co_positions() if line and column is not None}
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Lambda)
+        and node.lineno == code.co_firstlineno
+        and places
+        and all(_inside(node.body, place) for place in places if place != (node.lineno, 0))
+    ]
+    return min(found, key=lambda node: node.col_offset * -1) if found else None
+
+
+def _inside(node: ast.expr, place: tuple[int, int]) -> bool:
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    return (node.lineno, node.col_offset) <= place < (node.end_lineno, node.end_col_offset)
 
 
 def cells_of(function: types.FunctionType) -> dict[str, Any]:
