@@ -126,6 +126,8 @@ class _Guarded:
 
     def check(self, node: ast.AST, effect: Effect) -> None:
         """Raise where an effect of `node` touches what must stay."""
+        if not on("aliases") and not self.inputs & {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}:
+            return
         line = getattr(node, "lineno", None)
         if effect.kind == "context":
             why = f"{effect.why} between the parts, which may change the grad mode or autocast"
@@ -511,6 +513,8 @@ def _in_different(reason: str, where: str, view: ForwardView, expressions: list[
 
 def _nothing_unseen(view: ForwardView, nodes: Sequence[fx.Node], walk: _Walk) -> None:
     """What the trace saw between the parts came from expressions that were followed, and wrote nothing."""
+    if not on("aliases"):
+        return
     order = {node: index for index, node in enumerate(view.trace.graph.nodes)}
     places = sorted(order[node] for node in nodes)
     # `x += 1` is a statement: no expression is it.
