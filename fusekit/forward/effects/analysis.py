@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ import torch.nn as nn
 
 from fusekit.forward.effects.calls import Effect, TooMuch, is_hooked, locals_of
 from fusekit.forward.effects.interpreter import Frame, Interpreter
+from fusekit.forward.effects.known import cells_of
 from fusekit.forward.effects.rules import on
 from fusekit.forward.effects.values import (
-    CONTAINER,
     Region,
     State,
     Value,
@@ -22,7 +23,7 @@ from fusekit.forward.effects.values import (
     tensor,
 )
 from fusekit.forward.reads import SIMPLE
-from fusekit.forward.source import ForwardSource
+from fusekit.forward.source import ForwardSource, original_class
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,14 @@ def effects_of(
     those are not looked at (see `Effects.called`).
     """
     tree = source.tree
+    function: FunctionType = source.chain[-1]
     one = Interpreter(module, tree, is_tensor)
     one.volatile = _volatile(tree)
     frame = Frame(
         0,
         tree,
-        source.function.__globals__,
-        _cells(source),
+        function.__globals__,
+        cells_of(function),
         is_forward=True,
         class_name=source.class_name,
         home=_home(source, module),
@@ -138,15 +140,7 @@ def effects_of(
     )
 
 
-def _cells(source: ForwardSource) -> dict[str, Any]:
-    from fusekit.forward.effects.known import cells_of
-
-    return cells_of(source.function)
-
-
 def _home(source: ForwardSource, module: nn.Module) -> type | None:
-    from fusekit.forward.source import original_class
-
     for cls in original_class(module).__mro__:
         forward = cls.__dict__.get("forward")
         if forward is source.chain[0] or forward is source.function:
@@ -173,10 +167,10 @@ def _given(
         found.append((positional[0], one.value_of(module, positional[0].arg)))
     for parameter in (*positional[1:], *arguments.kwonlyargs):
         found.append((parameter, _value_given(parameter, given.get(parameter.arg), state)))
-    for parameter, shape in ((arguments.vararg, "*"), (arguments.kwarg, "**")):
-        if parameter is not None:
-            region = Region("given", (shape, parameter.arg), parameter.arg, deep=True)
-            found.append((parameter, Value(frozenset({region}), frozenset({CONTAINER}))))
+    for several in (arguments.vararg, arguments.kwarg):
+        if several is not None:
+            region = Region("given", several.arg, several.arg, deep=True)
+            found.append((several, container({region})))
     return found
 
 

@@ -187,13 +187,11 @@ class Calls:
         if not self._silent:
             self.found.setdefault(self._anchor or node, {})[effect] = None
 
-    def write(
-        self, node: ast.AST, regions: frozenset[Region], why: str, state: State, frame: "Frame"
-    ) -> None:
+    def write(self, node: ast.AST, regions: frozenset[Region], why: str) -> None:
         if regions:
             self.effect(node, Effect("write", regions, f"{_text(node)} {why}"))
 
-    def context(self, node: ast.AST, why: str, frame: "Frame") -> None:
+    def context(self, node: ast.AST, why: str) -> None:
         if on("context"):
             self.effect(node, Effect("context", NOWHERE, f"{_text(node)} {why}"))
 
@@ -290,7 +288,7 @@ class Calls:
             if region.kind == "new" and not region.deep and (region in state.heap):
                 state.put(region, REST, anything(reached))
         if any(CONTEXT in value.kinds for value in values):
-            self.context(node, "gets a context manager", frame)
+            self.context(node, "gets a context manager")
         return anything({*reached, replace(self.region(node, frame), deep=False)})
 
     # -- objects that are there -------------------------------------------------------------------
@@ -306,7 +304,7 @@ class Calls:
             if type(found) is tuple:
                 return plain(found, fixed)
         self._kept.append(found)
-        inert = isinstance(found, objects.INERT) or isinstance(found, (types.MethodType, functools.partial))
+        inert = isinstance(found, (*objects.INERT, types.MethodType, functools.partial))
         regions = [] if inert else [Region("own", id(found), name, True, False)]
         return Value(frozenset(regions), frozenset({KNOWN}), objects=(found,))
 
@@ -436,7 +434,7 @@ class Calls:
     ) -> None:
         if TENSOR in owner.kinds:
             if on("tensor-attributes"):
-                self.write(node, owner.regions, "changes the tensor", state, frame)
+                self.write(node, owner.regions, "changes the tensor")
                 if name in ("data", "grad"):
                     self._share(owner, value, state)
         for one in owner.objects if KNOWN in owner.kinds else ():
@@ -509,12 +507,12 @@ class Calls:
         found = BOTTOM
         self.consume(owner, node)
         is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
-        key = index.constant if index.is_plain and type(index.constant) in (int, str, bool) else UNSET
+        key: Any = index.constant if index.is_plain and type(index.constant) in (int, str, bool) else UNSET
         for region in owner.regions:
             fields = state.heap.get(region, {})
             exact = key is not UNSET and (isinstance(key, str) or key >= 0) and not is_slice
             for name, value in fields.items():
-                if not exact or name == key or name == REST:
+                if not exact or name in (key, REST):
                     found = join(found, value)
             if region.kind != "new":
                 found = join(found, anything({region, OUTSIDE}) if region.deep else tensor({region}))
@@ -569,7 +567,7 @@ class Calls:
         self, owner: Value, index: Value, value: Value, state: State, frame: "Frame", node: ast.AST
     ) -> None:
         if TENSOR in owner.kinds and on("items"):
-            self.write(node, owner.regions, "writes into the tensor", state, frame)
+            self.write(node, owner.regions, "writes into the tensor")
         if CONTAINER in owner.kinds:
             key: Hashable = REST
             if index.is_plain and type(index.constant) in (int, str, bool):
@@ -731,7 +729,7 @@ class Calls:
             found = join(found, self.call(called, arguments, node, state, frame))
         if receiver.kinds & {ANY, FUNCTION, CONTEXT}:
             if CONTEXT in receiver.kinds:
-                self.context(node, "enters or leaves a context", frame)
+                self.context(node, "enters or leaves a context")
             values = [receiver, *arguments.all()]
             found = join(
                 found, self.unknown(node, state, values, "calls a method of what is not known", frame)
@@ -806,14 +804,14 @@ class Calls:
                 written |= outs
             viewed |= outs
         if written:
-            self.write(node, frozenset(written), f"writes in place (aten::{name})", state, frame)
+            self.write(node, frozenset(written), f"writes in place (aten::{name})")
         if viewed:
             kind = "may return" if signature is None or signature.views is None else "returns"
             self.seen_view(node, f"aten::{name} {kind} a view of its input")
         return tensor({*viewed, new})
 
     def is_quiet(self, value: Value) -> bool:
-        """Whether a value that may be anything was made by code that was read: an operator takes it as it is."""
+        """Whether a value that may be anything was made by code that was read."""
         return all(region.kind == "new" or region is OUTSIDE for region in value.regions) or not any(
             region.deep for region in value.regions
         )
@@ -824,7 +822,8 @@ class Calls:
         for value in values:
             found |= value.regions
             if CONTAINER in value.kinds or KNOWN in value.kinds:
-                todo, seen = [value], set()
+                todo = [value]
+                seen: set[Region] = set()
                 while todo:
                     one = todo.pop()
                     for item in self.all_items(one, state):
@@ -946,7 +945,7 @@ class Calls:
         if objects.is_harmless(one):
             return PLAIN_VALUE
         if getattr(one, "__name__", None) in objects.MODES and _is_torch(one) and not self._with:
-            self.context(node, "changes a mode of PyTorch", frame)
+            self.context(node, "changes a mode of PyTorch")
             if not isinstance(one, type):
                 return PLAIN_VALUE
         if isinstance(one, type) and issubclass(one, objects.MANAGERS):
@@ -976,9 +975,9 @@ class Calls:
         if isinstance(one, type):
             return self.new(one, arguments, node, state, frame)
         name = getattr(one, "__name__", "")
-        own = getattr(one, "__self__", None)
-        if isinstance(own, torch.Tensor):  # a method of a tensor of the module
-            return self.tensor_method(self.value_of(own, name), name, arguments, node, state, frame)
+        holder = getattr(one, "__self__", None)
+        if isinstance(holder, torch.Tensor):  # a method of a tensor of the module
+            return self.tensor_method(self.value_of(holder, name), name, arguments, node, state, frame)
         if isinstance(one, types.MethodDescriptorType) and one.__objclass__ in (
             torch.Tensor,
             torch._C.TensorBase,
@@ -995,7 +994,7 @@ class Calls:
                 return self.operator(SPELLINGS.get(name, name), arguments, node, state, frame, name)
             if name in MAKERS:
                 return tensor({*self.storages(arguments.all(), state), self.region(node, frame)})
-            self.context(node, "calls a function of PyTorch's core that is not known", frame)
+            self.context(node, "calls a function of PyTorch's core that is not known")
         return self.unknown(node, state, arguments.all(), "calls what cannot be read", frame)
 
     def python_operator(
@@ -1048,7 +1047,7 @@ class Calls:
     def module(
         self, one: nn.Module, arguments: Arguments, node: ast.Call, state: State, frame: "Frame"
     ) -> Value:
-        """A call of a module: its forward, and nothing else; that it has no hooks is asked of each instance."""
+        """A call of a module: its forward. That no hooks run with it is asked of each instance."""
         if not self._silent:
             self.called.setdefault(self._anchor or node, {})[id(one)] = one
         if not on("callees"):
@@ -1056,7 +1055,7 @@ class Calls:
         cls = original_class(one)
         own = self.value_of(one, cls.__name__)
         forward = one.__dict__.get("forward", cls.__dict__.get("forward", getattr(cls, "forward", None)))
-        caller = getattr(cls, "__call__", None)
+        caller = inspect.getattr_static(cls, "__call__")
         if caller is not nn.Module.__call__ and isinstance(caller, types.FunctionType):
             return self.function(caller, arguments.before(own), node, state, frame, one)
         if isinstance(forward, types.MethodType):
@@ -1332,9 +1331,9 @@ class Calls:
             found = self.listed(node, [container({inner})], state, frame)
         else:
             found = self.listed(node, elements, state, frame)
-        key = arguments.keywords.get("key")
-        if key is not None:
-            self.call(key, Arguments(elements), node, state, frame)
+        order = arguments.keywords.get("key")
+        if order is not None:
+            self.call(order, Arguments(elements), node, state, frame)
         for value in arguments.positional:
             for region in value.regions:
                 if region in self.delayed:
@@ -1420,10 +1419,11 @@ BUILTINS = frozenset(
     getattr(builtins, name)
     for name in (
         *objects.PURE,
-        "list", "tuple", "set", "frozenset", "sorted", "reversed", "iter", "dict", "enumerate", "zip", "map",
-        "filter", "next", "min", "max", "sum", "abs", "round", "pow", "divmod", "getattr", "setattr", "delattr",
+        *("list", "tuple", "set", "frozenset", "sorted", "reversed", "iter", "dict", "enumerate", "zip"),
+        *("map", "filter", "next", "min", "max", "sum", "abs", "round", "pow", "divmod"),
+        *("getattr", "setattr", "delattr"),
     )
-)  # fmt: skip
+)
 
 
 def _text(node: ast.AST) -> str:

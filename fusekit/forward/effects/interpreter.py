@@ -130,7 +130,7 @@ class Interpreter(Calls):
         other = self.evaluate(node.value, state, frame)
         new = BOTTOM
         if TENSOR in old.kinds and on("augmented"):
-            self.write(node, old.regions, "writes in place", state, frame)
+            self.write(node, old.regions, "writes in place")
             new = join(new, tensor(old.regions))
         elif TENSOR in old.kinds:
             new = join(new, tensor({self.region(node, frame)}))
@@ -342,7 +342,7 @@ class Interpreter(Calls):
             if not is_harmless_manager(manager):
                 harmless = False
                 value = self.unknown(item.context_expr, state, [manager], "is entered", frame)
-                self.context(item.context_expr, "is a context manager that is not known", frame)
+                self.context(item.context_expr, "is a context manager that is not known")
             if item.optional_vars is not None:
                 self.store(item.optional_vars, value, state, frame, node)
         seen: list[State | None] = [state.copy()]

@@ -220,9 +220,7 @@ def static_attribute(owner: Any, name: str) -> Any:
             return found.__func__
         if isinstance(found, classmethod):
             return types.MethodType(found.__func__, owner)
-        if isinstance(found, (types.FunctionType, *SIMPLE)) or isinstance(
-            found, owner
-        ):  # a member of an enum
+        if isinstance(found, (types.FunctionType, *SIMPLE, owner)):  # the last: a member of an enum
             return found
         return DYNAMIC if found is not MISSING and hasattr(type(found), "__get__") else found
     cls = type(owner)

@@ -195,9 +195,9 @@ def meet(one: State | None, other: State | None, place: Hashable) -> State | Non
         for name in names:
             found.names[name] = replace(found.names[name], token=token)
     if not on("values"):
-        for (token, _), names in differing.items():
+        for (first, _), names in differing.items():
             for name in names:
-                found.names[name] = replace(found.names[name], token=token)
+                found.names[name] = replace(found.names[name], token=first)
     for region in {**one.heap, **other.heap}:
         mine, theirs = one.heap.get(region, {}), other.heap.get(region, {})
         fields: Fields = {}
