@@ -43,10 +43,10 @@ def try_out(view: ForwardView, match: Match, kernels_name: str) -> Match | Objec
     if asked:
         why = f"the forward asks {asked}, which tells a slice from an output of its own"
         return Objection(match.fusion, "layout", why, match.line, match.parts)
-    befores: list[tuple[Trace, dict[str, Any]]] = [
-        (trace, {}) for trace in (view.trace, *(_other_ranks(view) if match.storage else ()))
-    ]
-    befores += _other_mode(view) if match.storage else []
+    befores: list[tuple[Trace, dict[str, Any]]] = [(view.trace, {})]
+    if match.storage:
+        befores += [(trace, {}) for trace in _other_ranks(view)]
+        befores += _other_mode(view)
     for tried in tries:
         extra = {match.storage: _stand_in(view, tried)} if match.storage else {}
         failed = _first_failure(view, function, befores, extra)
