@@ -17,7 +17,8 @@ class Match:
     `storage`, and `order` the same in the order of their calls, without those that are called only
     where a setting says so; `copied` says that a slice of the
     product will not do for an output. `called` are the submodules that run between the parts: the proof
-    has read them, and leans on no hook running with them. `activations` must be exactly a known
+    has read them, and leans on no hook running with them, and on their `settings` (path, attribute)
+    staying as they are: else the parts run where they stand. `activations` must be exactly a known
     activation, without hooks.
 
     A user's own fusion calls `functions` (name in the rewritten text, function) in the place of the
@@ -29,9 +30,10 @@ class Match:
     edits: tuple[Edit, ...]
     line: int
     storage: str | None = None
-    order: tuple[str, ...] = ()
+    order: tuple[str, ...] | None = None
     copied: bool = False
     called: frozenset[str] = field(default=frozenset())
+    settings: tuple[tuple[str, str], ...] = ()
     activations: frozenset[str] = field(default=frozenset())
     functions: tuple[tuple[str, Callable[..., Any]], ...] = ()
     replaced: frozenset[str] = field(default=frozenset())

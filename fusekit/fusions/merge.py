@@ -250,8 +250,6 @@ def _prove(view: ForwardView, nodes: list[fx.Node]) -> tuple[list[ast.Call], str
     name = ast.unparse(first_of(calls).args[0])
     names = frozenset(ast.unparse(call.args[0]) for call in calls)
     proof = movable(view, nodes, names, arms=True)
-    if len({node.args for node in nodes}) > 1:
-        raise Refused("input-written", "the input is written between the parts", line_of(nodes[-1]))
     _follows_on_its_line(view, proof.statement)
     return calls, name, proof
 
@@ -263,13 +261,15 @@ def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
     storage, insertion, names = merged_line(view, fusion, ordered, ast.Name(argument), proof)
     edits = [insertion]
     for call, name in zip(calls, names, strict=True):
-        # One that is called only on some way is run where it stands whenever the parts run apart.
+        # One that is called only on some way is run where it stands whenever the parts run apart; so are
+        # all, where the proof leans on settings that may change.
         text = name
-        if call in proof.in_arms:
+        if call in proof.in_arms or proof.settings:
             text = f"{view.text(call)} if {name} is None else {name}"
             text = text if view.stands_alone(call) else f"({text})"
         edits.append(Edit(Span.of(call), text))
-    sometimes = {str(node.target) for node, call in zip(ordered, calls, strict=True) if call in proof.in_arms}
+    in_place = set(calls) if proof.settings else proof.in_arms
+    sometimes = {str(node.target) for node, call in zip(ordered, calls, strict=True) if call in in_place}
     return Match(
         fusion,
         tuple(str(node.target) for node in ordered),
@@ -278,6 +278,7 @@ def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
         storage=storage,
         order=tuple(path for path in order_of(view, ordered) if path not in sometimes),
         called=proof.called,
+        settings=proof.settings,
     )
 
 

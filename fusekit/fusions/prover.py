@@ -31,11 +31,13 @@ from fusekit.fusions.view import UNEVALUATED, Block, ForwardView, evaluation, li
 class Proof:
     """Where the wanted evaluations may happen together, and what the proof leans on.
 
-    `called` are the submodules that run between them: the proof holds as long as no hook does.
+    `called` are the submodules that run between them: the proof holds as long as no hook does, and as
+    long as `settings` of theirs (path, attribute) are what they are.
     """
 
     statement: ast.stmt  # before it
     called: frozenset[str]
+    settings: tuple[tuple[str, str], ...] = ()
     in_arms: frozenset[ast.expr] = frozenset()  # those that happen only where a setting says so
 
 
@@ -71,7 +73,8 @@ def movable(view: ForwardView, nodes: Sequence[fx.Node], inputs: frozenset[str],
     if not walk.sure:
         raise _in_different("different-branches", "branches", view, list(wanted))
     _nothing_unseen(view, nodes, walk)
-    return Proof(statements[0], frozenset(walk.called), frozenset(walk.in_arms))
+    called, settings = frozenset(walk.called), tuple(sorted(walk.settings))
+    return Proof(statements[0], called, settings, frozenset(walk.in_arms))
 
 
 # -- what must stay as it is ------------------------------------------------------------------------
@@ -274,6 +277,7 @@ class _Walk:
     begun: bool = False  # one of the wanted was evaluated
     in_arms: set[ast.expr] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
+    settings: set[tuple[str, str]] = field(default_factory=set)
     passed: set[ast.AST] = field(default_factory=set)
 
     def block(self, statements: Block, tests: tuple[ast.expr, ...]) -> bool:
@@ -396,6 +400,10 @@ class _Walk:
             path = self.view.paths.get(id(module))
             if path is not None:
                 self.called.add(path)
+        for owner, name in self.view.effects.settings.get(node, ()):
+            path = self.view.paths.get(owner)
+            if path is not None and name != "training":  # the analysis is made for either mode
+                self.settings.add((path, name))
 
     def _stores(self, node: ast.AST, names: set[str]) -> None:
         """Names that are stored between the parts."""

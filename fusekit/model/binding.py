@@ -187,7 +187,7 @@ def bind(module: nn.Module, cls: type, matches: tuple[Match, ...]) -> None:
     try:
         for match in new:
             assert match.storage is not None
-            storage = MergedLinear(module, match.parts, match.order, match.copied)
+            storage = MergedLinear(module, match.parts, match.order, match.copied, match.settings)
             module.__dict__[match.storage] = storage
             if not storage.tie():
                 raise FusekitError(f"the weights of {', '.join(match.parts)} do not fit into one storage")

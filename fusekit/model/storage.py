@@ -31,6 +31,9 @@ class MergedLinear:
     Compiled code checks modules, parameters and hooks; where the parameters lie is checked when
     it is compiled, so after that `parameter.data = tensor` needs a new apply.
 
+    `settings` (path, attribute) of submodules that run between the parts must stay what they were at first;
+    where one changed, the parts run apart.
+
     `copied` says that the outputs are copied out of the product: a forward that hands them
     out as they are, or views them as a slice cannot be viewed, needs that.
     """
@@ -38,9 +41,15 @@ class MergedLinear:
     is_merged_storage = True
 
     def __init__(
-        self, owner: nn.Module, paths: tuple[str, ...], order: tuple[str, ...] = (), copied: bool = False
+        self,
+        owner: nn.Module,
+        paths: tuple[str, ...],
+        order: tuple[str, ...] | None = None,
+        copied: bool = False,
+        settings: tuple[tuple[str, str], ...] = (),
     ):
-        self.paths, self.order, self.copied = paths, order or paths, copied
+        self.paths, self.order, self.copied = paths, paths if order is None else order, copied
+        self.settings = tuple((path, name, _setting(owner, path, name)) for path, name in settings)
         self._blank()
         self.adopt(owner)
 
@@ -154,6 +163,10 @@ class MergedLinear:
             return False
         for modules, name, module in self._slots:
             if modules.get(name) is not module:
+                return False
+        for path, name, value in self.settings:
+            found = getattr(self._part(path), name, None)
+            if type(found) is not type(value) or found != value:
                 return False
         for part, weight, bias, *_ in self._rows:
             if not is_plain(part):
@@ -288,7 +301,8 @@ class MergedLinear:
     def __deepcopy__(self, memo: dict[int, Any]) -> "MergedLinear":
         made = object.__new__(type(self))
         memo[id(self)] = made
-        made.paths, made.order, made.copied = self.paths, self.order, self.copied
+        made.paths, made.order = self.paths, self.order
+        made.copied, made.settings = self.copied, self.settings
         made._blank()
         return made
 
@@ -299,6 +313,10 @@ class MergedLinear:
 def is_plain(part: Any) -> bool:
     """Whether a module is exactly a linear: no subclass, hook, or forward of its own."""
     return type(part) is nn.Linear and is_untouched(part)
+
+
+def _setting(owner: nn.Module, path: str, name: str) -> Any:
+    return getattr(owner.get_submodule(path), name, None)
 
 
 def is_untouched(module: nn.Module) -> bool:

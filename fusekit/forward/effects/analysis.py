@@ -47,6 +47,7 @@ class Effects:
     stored: tuple[Stored, ...]
     views: Mapping[ast.AST, str]  # expressions that may return a view of an input, and by what rule
     called: Mapping[ast.AST, tuple[nn.Module, ...]]  # modules whose forwards an expression runs
+    settings: Mapping[ast.AST, frozenset[tuple[int, str]]]  # (id of a submodule, attribute) that decided it
     volatile: frozenset[str]  # names that nested functions store, or that are global
     given: tuple[Stored, ...] = ()
     failed: str | None = None
@@ -134,6 +135,7 @@ def effects_of(
         stored,
         one.views,
         {node: tuple(modules.values()) for node, modules in one.called.items()},
+        {node: frozenset(settings) for node, settings in one.settings.items()},
         frozenset(one.volatile),
         tuple(parameters),
         failed,

@@ -127,6 +127,7 @@ class Calls:
         self.views: dict[ast.AST, str] = {}
         self.stores: dict[tuple[ast.AST, str], Value] = {}
         self.called: dict[ast.AST, dict[int, nn.Module]] = {}
+        self.settings: dict[ast.AST, set[tuple[int, str]]] = {}
         self._anchor: ast.AST | None = None
         self._silent = 0
         self._with = 0
@@ -194,6 +195,11 @@ class Calls:
     def context(self, node: ast.AST, why: str) -> None:
         if on("context"):
             self.effect(node, Effect("context", NOWHERE, f"{_text(node)} {why}"))
+
+    def decides(self, value: Value, node: ast.AST) -> None:
+        """A constant has decided which way is followed: where it is a setting, that may change later."""
+        if value.settings and not self._silent:
+            self.settings.setdefault(self._anchor or node, set()).update(value.settings)
 
     def noted(self, node: ast.AST, value: Value) -> None:
         if self._silent:
@@ -396,7 +402,10 @@ class Calls:
         if found is MISSING:
             return anything({OUTSIDE})
         home = vars(one) if isinstance(one, types.ModuleType) else None
-        return self.value_of(found, name, home, fixed=owned)
+        value = self.value_of(found, name, home, fixed=owned)
+        if owned and value.fixed:
+            value = replace(value, settings=frozenset({(id(one), name)}))
+        return value
 
     def _behind(self, one: Super, name: str) -> Value:
         mro = (original_class(one.own) if isinstance(one.own, nn.Module) else type(one.own)).__mro__
@@ -795,6 +804,8 @@ class Calls:
             else:
                 viewed = frozenset()
         inplace = arguments.keywords.get("inplace")
+        if inplace is not None:
+            self.decides(inplace, node)
         if inplace is not None and not (inplace.is_plain and inplace.constant is False) and on("writes"):
             written |= self.storages(arguments.positional[:1], state)
             viewed |= written

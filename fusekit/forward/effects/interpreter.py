@@ -249,6 +249,7 @@ class Interpreter(Calls):
         self.asked(value, node, state, frame)
         holds = truth(value)
         if holds is not None:
+            self.decides(value, node)
             return (value, state, None) if holds else (value, None, state)
         return value, state, state.copy()
 
@@ -586,7 +587,9 @@ class Interpreter(Calls):
         if isinstance(node.op, ast.Not):
             self.asked(value, node, state, frame)
             holds = truth(value)
-            return PLAIN_VALUE if holds is None else plain(not holds, True)
+            if holds is None:
+                return PLAIN_VALUE
+            return replace(plain(not holds, True), settings=value.settings)
         if value.is_plain:
             if isinstance(node.op, ast.USub) and type(value.constant) in (int, float):
                 return plain(-value.constant, value.fixed)
@@ -618,7 +621,7 @@ class Interpreter(Calls):
         if len(values) == 2:
             folded = _compared(values[0], node.ops[0], values[1])
             if folded is not None:
-                return plain(folded, True)
+                return replace(plain(folded, True), settings=values[0].settings | values[1].settings)
         if all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
             return PLAIN_VALUE
         if all(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
@@ -639,6 +642,8 @@ class Interpreter(Calls):
             if index < len(node.values) - 1:
                 self.asked(value, part, state, frame)
                 holds = truth(value)
+                if holds is not None:
+                    self.decides(value, part)
                 if holds is not None and holds == isinstance(node.op, ast.Or):
                     return join(found, value) if found.kinds else value
                 if holds is not None:

@@ -53,6 +53,7 @@ class Value:
     constant: Any = UNSET  # of a plain value
     fixed: bool = False  # the constant stands in the text, or belongs to a submodule
     objects: tuple[Any, ...] = ()  # what a known value may be
+    settings: frozenset[tuple[int, str]] = frozenset()  # (id of a submodule, attribute) of a constant
     token: Hashable = None
 
     def __eq__(self, other: object) -> bool:
@@ -64,6 +65,7 @@ class Value:
             and self.kinds == other.kinds
             and self.token == other.token
             and self.fixed == other.fixed
+            and self.settings == other.settings
             and _same_constant(self.constant, other.constant)
             and len(self.objects) == len(other.objects)
             and all(a is b for a, b in zip(self.objects, other.objects, strict=True))
@@ -126,7 +128,9 @@ def join(one: Value, other: Value) -> Value:
     if len(objects) > MOST_OBJECTS:
         objects, kinds, regions = (), (kinds - {KNOWN}) | {ANY}, regions | {OUTSIDE}
     same = _same_constant(one.constant, other.constant) and one.fixed == other.fixed
-    return Value(regions, kinds, one.constant if same else UNSET, one.fixed and same, objects, token)
+    constant = one.constant if same else UNSET
+    settings = one.settings | other.settings if same else frozenset()
+    return Value(regions, kinds, constant, one.fixed and same, objects, settings, token)
 
 
 def joined(values: Iterable[Value]) -> Value:
