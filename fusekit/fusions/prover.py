@@ -182,24 +182,20 @@ class _Guarded:
 
 def _sharing(view: ForwardView, node: ast.AST, regions: frozenset[Region], inputs: frozenset[str]) -> str:
     """In a clause, how a name in a statement that writes comes to share storage with the input."""
-    names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id not in inputs]
+    aside = {*inputs, view.source.self_name}
+    names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id not in aside]
+    for parameter in view.effects.given:
+        if parameter.name in names and touches(parameter.value.regions, regions):
+            return f"the caller may pass one tensor for {parameter.name} and for what the parts read"
     for stored in view.effects.stored:
-        if stored.name not in names or not stored.value.regions & regions:
+        if stored.name not in names or stored.node is node or not stored.value.regions & regions:
             continue
-        value = getattr(stored.node, "value", None)
-        rule = (
-            next((view.effects.views[n] for n in ast.walk(value) if n in view.effects.views), None)
-            if (isinstance(value, ast.expr))
-            else None
-        )
-        if isinstance(stored.node, ast.stmt) and isinstance(value, ast.expr):
-            what = f": {rule}" if rule else ""
-            return (
-                f"{stored.name} may share its storage, by `{view.short(value)}` in line {value.lineno}{what}"
-            )
-    given = [p.name for p in view.effects.given if p.name in names and touches(p.value.regions, regions)]
-    if given:
-        return f"the caller may pass one tensor for {given[0]} and for what the parts read"
+        value = getattr(stored.node, "value", getattr(stored.node, "iter", None))
+        if not isinstance(value, ast.expr):
+            return f"{stored.name} may share its storage since line {getattr(stored.node, 'lineno', 0)}"
+        rule = next((view.effects.views[n] for n in ast.walk(value) if n in view.effects.views), None)
+        how = f"{stored.name} may share its storage, by `{view.short(value)}` in line {value.lineno}"
+        return f"{how}: {rule}" if rule else how
     return ""
 
 
