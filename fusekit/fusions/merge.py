@@ -13,7 +13,7 @@ from torch import fx
 from fusekit.forward import Edit, Span
 from fusekit.forward.reads import attribute_chain
 from fusekit.fusions.match import Match, Objection, Refused
-from fusekit.fusions.prover import Proof, movable
+from fusekit.fusions.prover import Proof, movable, movable_unseen
 from fusekit.fusions.roles import RANKS, attention_operands, role, sources
 from fusekit.fusions.view import ForwardView, line_of
 from fusekit.tracing.schema import operator_name
@@ -247,7 +247,7 @@ def is_linear_like(module: nn.Module | None) -> bool:
 def _prove(view: ForwardView, nodes: list[fx.Node]) -> tuple[list[ast.Call], str, Proof]:
     """(the calls of `nodes`, the name of what they read, the proof that they may be merged), or `Refused`."""
     calls = merged_calls(view, nodes)
-    name = ast.unparse(first_of(calls).args[0])
+    name = _argument(calls)
     names = frozenset(ast.unparse(call.args[0]) for call in calls)
     proof = movable(view, nodes, names, arms=True)
     _follows_on_its_line(view, proof.statement)
@@ -268,6 +268,13 @@ def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
             text = f"{view.text(call)} if {name} is None else {name}"
             text = text if view.stands_alone(call) else f"({text})"
         edits.append(Edit(Span.of(call), text))
+    proofs = [proof]
+    for twins, other in _twins(view, ordered, calls) if not proof.settings else ():
+        if other.settings:
+            continue
+        edits.append(_line_before(view, other.statement, storage, names, ast.Name(_argument(twins))))
+        edits += [Edit(Span.of(call), name) for call, name in zip(twins, names, strict=True)]
+        proofs.append(other)
     in_place = set(calls) if proof.settings else proof.in_arms
     sometimes = {str(node.target) for node, call in zip(ordered, calls, strict=True) if call in in_place}
     return Match(
@@ -277,9 +284,41 @@ def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
         min(call.lineno for call in calls),
         storage=storage,
         order=tuple(path for path in order_of(view, ordered) if path not in sometimes),
-        called=proof.called,
+        called=frozenset().union(*(one.called for one in proofs)),
         settings=proof.settings,
     )
+
+
+def _twins(
+    view: ForwardView, nodes: list[fx.Node], calls: list[ast.Call]
+) -> Iterator[tuple[list[ast.Call], Proof]]:
+    """The same parts called in other blocks that the trace did not come by, each once: (calls, proof)."""
+    texts = [ast.unparse(call.func) for call in calls]
+    blocks: dict[int, dict[str, list[ast.Call]]] = {}
+    for call in ast.walk(view.source.tree):
+        if isinstance(call, ast.Call) and call not in calls and ast.unparse(call.func) in texts:
+            place = view.place(call)
+            key = id(place[0]) if place else 0
+            blocks.setdefault(key, {}).setdefault(ast.unparse(call.func), []).append(call)
+    for key, found in blocks.items():
+        if not key or set(found) != set(texts) or any(len(same) > 1 for same in found.values()):
+            continue
+        twins = [found[text][0] for text in texts]
+        plain = all(len(c.args) == 1 and not c.keywords and isinstance(c.args[0], ast.Name) for c in twins)
+        if not plain or any(view.nodes_at.get(call) for call in twins):
+            continue
+        names = frozenset(ast.unparse(call.args[0]) for call in twins)
+        try:
+            if all(_is_one_value(view, twins[0].args[0], call.args[0]) for call in twins):
+                proof = movable_unseen(view, dict(zip(twins, nodes, strict=True)), names)
+                _follows_on_its_line(view, proof.statement)
+                yield twins, proof
+        except Refused:
+            continue  # there they run apart, as ever
+
+
+def _argument(calls: list[ast.Call]) -> str:
+    return ast.unparse(first_of(calls).args[0])
 
 
 def is_conv1d(module: nn.Module | None) -> bool:
@@ -369,14 +408,20 @@ def merged_line(
     view: ForwardView, fusion: str, nodes: list[fx.Node], argument: ast.expr, proof: Proof
 ) -> tuple[str, Edit, list[str]]:
     """(name of the storage, the inserted line, the local names of the parts' outputs)."""
-    span, before, _ = view.statement_start(proof.statement)
-    follows = _follows_on_its_line(view, proof.statement)
     paths = [str(node.target).replace(".", "_") for node in nodes]
     names = [view.new_name(path) for path in paths]
     by_role = [f"merged_{fusion}"] if fusion != "columns" else []
     storage = view.new_storage(*by_role, f"merged_{'_'.join(paths)}")
+    return storage, _line_before(view, proof.statement, storage, names, argument), names
+
+
+def _line_before(
+    view: ForwardView, statement: ast.stmt, storage: str, names: list[str], argument: ast.expr
+) -> Edit:
+    """The line that calls a storage, put before a statement."""
+    span, before, _ = view.statement_start(statement)
     call = f"{', '.join(names)} = {view.source.self_name}.{storage}({ast.unparse(argument)})"
-    return storage, Edit(span, f"{call}; " if follows else f"{call}\n{before}"), names
+    return Edit(span, f"{call}; " if _follows_on_its_line(view, statement) else f"{call}\n{before}")
 
 
 def _follows_on_its_line(view: ForwardView, statement: ast.stmt) -> bool:

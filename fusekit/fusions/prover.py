@@ -61,6 +61,19 @@ def movable(view: ForwardView, nodes: Sequence[fx.Node], inputs: frozenset[str],
             )
         wanted[expression] = node
     _same_context(nodes)
+    proof, walk = _proven(view, wanted, inputs, arms)
+    _nothing_unseen(view, nodes, walk)
+    return proof
+
+
+def movable_unseen(view: ForwardView, wanted: dict[ast.expr, fx.Node], inputs: frozenset[str]) -> Proof:
+    """`movable` for expressions that the trace did not come by, each like the one that made its node."""
+    return _proven(view, wanted, inputs, False)[0]
+
+
+def _proven(
+    view: ForwardView, wanted: dict[ast.expr, fx.Node], inputs: frozenset[str], arms: bool
+) -> tuple[Proof, "_Walk"]:
     statements = _region(view, list(wanted), arms)
     _sees_no_names(view)
     if view.effects.failed is not None:
@@ -72,9 +85,8 @@ def movable(view: ForwardView, nodes: Sequence[fx.Node], inputs: frozenset[str],
         )
     if not walk.sure:
         raise _in_different("different-branches", "branches", view, list(wanted))
-    _nothing_unseen(view, nodes, walk)
     called, settings = frozenset(walk.called), tuple(sorted(walk.settings))
-    return Proof(statements[0], called, settings, frozenset(walk.in_arms))
+    return Proof(statements[0], called, settings, frozenset(walk.in_arms)), walk
 
 
 # -- what must stay as it is ------------------------------------------------------------------------

@@ -775,12 +775,12 @@ class Calls:
         spelled: str | None = None,
         signature: Signature | None = None,
     ) -> Value:
-        """A call of an operator of PyTorch, or of a method that is named like none."""
+        """A call of an operator of PyTorch, or of a method that is named like none.
+
+        What an operator is given is taken to be tensors: no code of a class of their own runs for it.
+        """
         signature = signature or operator_signature(name)
         spelled = spelled or name
-        for value in arguments.all():
-            if value.kinds & {ANY} and not self.is_quiet(value):
-                self.unknown(node, state, [value], f"gives {spelled} what may not be a tensor", frame)
         out = arguments.keywords.get("out")
         new = self.region(node, frame)
         written: set[Region] = set()
@@ -820,12 +820,6 @@ class Calls:
             kind = "may return" if signature is None or signature.views is None else "returns"
             self.seen_view(node, f"aten::{name} {kind} a view of its input")
         return tensor({*viewed, new})
-
-    def is_quiet(self, value: Value) -> bool:
-        """Whether a value that may be anything was made by code that was read."""
-        return all(region.kind == "new" or region is OUTSIDE for region in value.regions) or not any(
-            region.deep for region in value.regions
-        )
 
     def storages(self, values: list[Value], state: State) -> frozenset[Region]:
         """The storage of tensors, and of those in containers of them."""
