@@ -1,4 +1,4 @@
-"""Small functions that a forward calls: a reshape of its heads, say, written once as a method.
+"""Small functions that the forward of a norm calls: a cast or a count of features, say, written once.
 
 Such a function is read as text, with what is known of its arguments, and passes only when it can do
 nothing but view tensors and count: no branch, no loop, no call but of a few methods of tensors.

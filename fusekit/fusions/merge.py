@@ -217,7 +217,8 @@ def _by_token(view: ForwardView) -> list[list[fx.Node]]:
         expression = view.expression(node)
         argument = expression.args[0] if isinstance(expression, ast.Call) and expression.args else None
         value = view.effects.value(argument) if argument is not None else None
-        if value is not None and value.token is not None:
+        # A call in a loop has more than one node, each with a value of its own.
+        if value is not None and value.token is not None and len(view.nodes_at.get(expression, ())) == 1:  # type: ignore[arg-type]
             found.setdefault(value.token, []).append(node)
     return list(found.values())
 

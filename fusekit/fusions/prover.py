@@ -78,7 +78,12 @@ def _proven(
     _sees_no_names(view)
     if view.effects.failed is not None:
         raise Refused("input-may-be-written", view.effects.failed, statements[0].lineno)
-    walk = _Walk(view, _Guarded.of(view, wanted, inputs), set(wanted), arms)
+    guarded = _Guarded.of(view, wanted, inputs)
+    for name in sorted(inputs):
+        if not view.is_local(name) or (name in view.effects.volatile and not guarded.is_one_value):
+            why = f"{name} may be stored by other code: it is global, or a nested function stores it"
+            raise Refused("input-rebound", why, statements[0].lineno)
+    walk = _Walk(view, guarded, set(wanted), arms)
     if not walk.block(statements, ()):
         raise Refused(
             "different-branches", "the parts are not evaluated in one run of statements", statements[0].lineno
@@ -154,36 +159,27 @@ class _Guarded:
             if hit and on("weights"):
                 raise Refused("input-written", f"a part is replaced between the parts: {effect.why}", line)
             return
-        surely = effect.kind == "write"
-        if on("weights") and any(
-            region.kind == "outside" or region in self.weights for region in effect.regions
-        ):
-            if surely:
-                raise Refused(
-                    "input-written", f"a part's weight is written between the parts: {effect.why}", line
-                )
-            raise Refused(
-                "input-may-be-written",
-                f"{effect.why} between the parts, and is not known to leave their input and weights alone",
-                line,
-            )
-        touched = touches(effect.regions, self.read)
-        if touched is None:
-            return
-        if not surely:
-            raise Refused(
-                "input-may-be-written",
-                f"{effect.why} between the parts, and is not known to leave their input alone",
-                line,
-            )
-        raise Refused("input-written", self._story(node, effect, touched), line)
+        if touches(effect.regions, self.read) is None:
+            if not on("weights") or not any(
+                region.kind == "outside" or region in self.weights for region in effect.regions
+            ):
+                return
+            if effect.kind == "write" and effect.regions & self.weights:
+                why = f"a part's weight is written between the parts: {effect.why}"
+                raise Refused("input-written", why, line)
+            why = f"between the parts {effect.why}: it is not known to leave their weights alone"
+            raise Refused("input-may-be-written", why, line)
+        if effect.kind == "may write":
+            why = f"between the parts {effect.why}: it is not known to leave their input alone"
+            raise Refused("input-may-be-written", why, line)
+        raise Refused("input-written", self._story(node, effect), line)
 
-    def _story(self, node: ast.AST, effect: Effect, touched: Region) -> str:
+    def _story(self, node: ast.AST, effect: Effect) -> str:
         """The three lines that decide: a read, the write, another read; and how the one reaches the other."""
         lines = sorted({expression.lineno for expression in self.wanted})
         names = " and ".join(sorted(self.inputs)) or "what they read"
         text = f"{names} is written between the parts: {effect.why}"
-        how = _sharing(self.view, node, self.read | {touched}, self.inputs)
+        how = _sharing(self.view, node, self.read, self.inputs)
         if how:
             text += f"; {how}"
         if len(lines) > 1:
@@ -292,7 +288,7 @@ class _Walk:
         """Whether everything wanted was found; `tests` are those of the arms that this stands in."""
         for statement in statements:
             inside = [node for node in ast.walk(statement) if node in self.left]
-            if isinstance(statement, ast.If) and (inside or self._ends(statement)):
+            if isinstance(statement, ast.If):
                 if self._branches(statement, tests):
                     return True
                 continue
@@ -308,16 +304,14 @@ class _Walk:
 
     def _whole(self, statement: ast.stmt, tests: tuple[ast.expr, ...]) -> None:
         """A statement between the parts, with all that stands in it."""
-        if isinstance(statement, (ast.Return, ast.Break, ast.Continue)) and not isinstance(
-            statement, ast.Raise
-        ):
-            raise self._ending(statement)
-        leaves = self._leaves(statement) if not isinstance(statement, ast.Raise) else None
+        leaves = self._leaves(statement)
         if leaves is not None:
             raise self._ending(leaves)
         for node in ast.walk(statement):
             self._one(node)
-        self._stores(statement, rebound_names([statement]))
+        stored = rebound_names([statement])
+        for node in ast.walk(statement):
+            self._stores(node, stored & _stored_by(node))
 
     def _ending(self, statement: ast.stmt) -> Refused:
         return Refused(
@@ -327,28 +321,27 @@ class _Walk:
         )
 
     def _leaves(self, statement: ast.stmt) -> ast.stmt | None:
-        """A statement inside that leads past the parts behind it."""
+        """A statement in it that leads past the parts behind it; to raise is one before any was evaluated."""
+        raising = () if self.sure else (ast.Raise, ast.Assert)
         todo: list[tuple[ast.AST, bool]] = [(statement, False)]
         while todo:
             node, in_loop = todo.pop()
             if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
                 continue
-            if isinstance(node, ast.Return) or (isinstance(node, (ast.Break, ast.Continue)) and not in_loop):
+            jumps = isinstance(node, (ast.Break, ast.Continue)) and not in_loop
+            if jumps or isinstance(node, (ast.Return, *raising)):
                 assert isinstance(node, ast.stmt)
                 return node
             todo += [(child, in_loop or _is_loop(node)) for child in ast.iter_child_nodes(node)]
         return None
 
-    def _ends(self, statement: ast.If) -> bool:
-        return self._leaves(statement) is not None
-
     def _branches(self, statement: ast.If, tests: tuple[ast.expr, ...]) -> bool:
-        if self._expressions(statement.test, tests):
-            return True
         if not _is_setting(statement.test, self.view.source.self_name):
             inside = (node for inner in blocks_of(statement) for one in inner for node in ast.walk(one))
             for expression in (node for node in inside if node in self.left):
                 raise self._sometimes(expression, statement.test)  # type: ignore[arg-type]
+        if self._expressions(statement.test, tests):
+            return True
         for arm in (statement.body, statement.orelse):
             if self.sure and self._only_raises(arm):
                 continue  # nothing wanted happens after it
@@ -373,6 +366,11 @@ class _Walk:
     def _expressions(self, node: ast.AST, tests: tuple[ast.expr, ...]) -> bool:
         view = self.view
         for expression, conditional in evaluation(node):
+            if expression in self.left and conditional:
+                if not self.arms or _settings_around(view, node, expression) is None:
+                    why = f"{view.text(expression)} is evaluated only sometimes"
+                    raise Refused("different-branches", why, expression.lineno)
+        for expression, conditional in evaluation(node):
             if expression not in self.guarded.wanted:
                 self._one(expression)
                 if isinstance(expression, ast.Name) and not isinstance(expression.ctx, ast.Load):
@@ -384,11 +382,6 @@ class _Walk:
                     for inner in ast.walk(expression):
                         self._one(inner)
                 continue
-            if conditional:
-                choice = _settings_around(view, node, expression) if self.arms else None
-                if choice is None:
-                    why = f"{view.text(expression)} is evaluated only sometimes"
-                    raise Refused("different-branches", why, expression.lineno)
             if tests or conditional:
                 self.in_arms.add(expression)
             else:
@@ -428,12 +421,19 @@ class _Walk:
                 f"{name} is stored again between the parts: {view.short(statement)}",
                 getattr(node, "lineno", None),
             )
-        for name in sorted(view.effects.volatile & mine):
-            raise Refused(
-                "input-rebound",
-                f"{name} may be stored by a nested function, or is global",
-                getattr(node, "lineno", None),
-            )
+
+
+def _stored_by(node: ast.AST) -> set[str]:
+    """The names that a node stores itself."""
+    if isinstance(node, ast.Name):
+        return set() if isinstance(node.ctx, ast.Load) else {node.id}
+    if isinstance(node, ast.alias):
+        return {node.asname or node.name.partition(".")[0]}
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
+        return {node.name} if node.name else set()
+    if isinstance(node, (ast.MatchAs, ast.MatchStar)):
+        return {node.name} if node.name else set()
+    return {node.rest} if isinstance(node, ast.MatchMapping) and node.rest else set()
 
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -1,13 +1,9 @@
-"""What evaluating an expression can touch: nothing, or the proof ends.
+"""What evaluating an expression of a norm can touch: nothing, or the norm is refused.
 
-A `Reading` follows statements and expressions in the order of their evaluation. It passes only
-what runs no foreign code and writes nothing: names, metadata, plain attributes, arithmetic on
-numbers and sizes, torch operators whose schema says so, plain linears, and the submodules that the
-plan proves for each instance: RMSNorms and known activations, without hooks.
-
-What the trace did not come by (an arm of an `if` not taken) has no nodes to ask. There only the text
-counts: calls of such submodules, or of ones that the module lacks, with a tensor, a few methods of
-tensors, and names that hold nothing else.
+A `Reading` passes only what runs no foreign code and writes nothing: names, metadata, plain attributes,
+arithmetic on numbers and sizes, torch operators whose schema says so, submodules that write nothing,
+and small functions that view and count. Each way of an `if` is read by itself, with the trace that
+went it.
 """
 
 import ast
@@ -24,13 +20,7 @@ from torch import fx
 from fusekit.forward import METADATA_ATTRS, Span, original_class
 from fusekit.forward.names import METADATA_CALLS
 from fusekit.forward.reads import DYNAMIC, MISSING, SEES_NAMES, attribute_chain, module_attribute
-from fusekit.fusions.helpers import (
-    ONE_TENSOR,
-    SCALARS,
-    Kind,
-    method_of,
-    result_of,
-)
+from fusekit.fusions.helpers import SCALARS, Kind, method_of, result_of
 from fusekit.fusions.match import Refused
 from fusekit.fusions.view import ForwardView
 from fusekit.tracing.schema import node_effect, operator_name
@@ -44,25 +34,10 @@ RANDOM = frozenset(
 
 @dataclass
 class Reading:
-    """Statements and expressions that were proven to write nothing and to run no foreign code.
-
-    `norms` are the submodules called that must be RMSNorms for that, `activations` those that must be
-    known activations, `linears` the plain linears.
-    """
+    """Statements and expressions that were proven to write nothing and to run no foreign code."""
 
     view: ForwardView
-    wanted: frozenset[ast.expr] = frozenset()
-    inputs: frozenset[str] = frozenset()  # what the wanted read on every way, and nothing may store again
-    norms: set[str] = field(default_factory=set)
-    activations: set[str] = field(default_factory=set)
-    linears: set[str] = field(default_factory=set)
     passed: set[ast.AST] = field(default_factory=set)
-    is_seen: bool = True  # whether the trace came by the statements that are read now
-    _supposed: set[tuple[str, int]] = field(default_factory=set)  # stores (name, line) taken for tensors
-    _held: set[tuple[str, int]] = field(default_factory=set)  # those found to be
-    _relied: set[tuple[str, int]] = field(default_factory=set)  # those that something leans on
-    _assumed: set[str] = field(default_factory=set)  # names taken for tensors while their stores are checked
-    _refuted: set[tuple[str, int]] = field(default_factory=set)  # those found to be something else
 
     def __post_init__(self) -> None:
         seen = sorted(SEES_NAMES & self.view.names)
@@ -98,39 +73,6 @@ class Reading:
                 statement.lineno,
             )
 
-    def suppose(self, statements: Iterable[ast.stmt]) -> None:
-        """Take names stored in arms of an `if` for tensors, until the statements themselves are read."""
-        for statement in statements:
-            for node in ast.walk(statement) if isinstance(statement, ast.If) else ():
-                if isinstance(node, ast.Assign):
-                    names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-                    self._supposed.update((name, node.lineno) for name in names)
-
-    def stored(self, statement: ast.stmt) -> None:
-        """Take note of what a statement that was read stores, where no trace says what it is."""
-        if self.is_seen or not isinstance(statement, (ast.Assign, ast.AnnAssign)) or statement.value is None:
-            return
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        for target in targets:
-            if isinstance(target, ast.Name):
-                found = self._held if self._is_tensor(statement.value) else self._refuted
-                found.add((target.id, statement.lineno))
-
-    def settle(self) -> None:
-        """Raise unless every name that was taken for a tensor was found to hold one."""
-        for name, line in sorted(self._relied):
-            if (name, line) not in self._held - self._refuted:
-                raise Refused("input-may-be-written", f"{name} may hold something else than a tensor", line)
-
-    def truth(self, test: ast.expr) -> None:
-        """Raise unless asking for the truth of `test`, which was read, runs no code."""
-        if not self._is_plain_test(test):
-            raise Refused(
-                "input-may-be-written",
-                f"if {self.view.text(test)} between the parts asks a value for its truth, which may run code",
-                test.lineno,
-            )
-
     def expression(self, expression: ast.expr) -> None:
         """Raise unless evaluating `expression` (its operands aside) can touch nothing."""
         self.passed.add(expression)
@@ -141,16 +83,7 @@ class Reading:
             return self._operator(expression, nodes)
         if isinstance(expression, ast.Attribute):
             return self._attribute(expression)
-        if isinstance(expression, ast.Name):
-            if isinstance(expression.ctx, ast.Store) or self._is_same_kind(expression.id):
-                return
-            raise Refused(
-                "input-may-be-written",
-                f"{expression.id} may hold something else where an if goes another way, and is used between "
-                "the parts",
-                expression.lineno,
-            )
-        elif isinstance(expression, (ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.keyword)):
+        if isinstance(expression, (ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Slice, ast.keyword)):
             return
         elif isinstance(expression, ast.Starred):
             if isinstance(expression.ctx, ast.Store) or self._unpacks_plainly(expression.value):
@@ -161,7 +94,7 @@ class Reading:
         elif isinstance(expression, ast.IfExp):
             if self._is_plain_test(expression.test):
                 return
-        elif self._on_numbers(expression) or self._on_tensors(expression):
+        elif self._on_numbers(expression):
             return
         raise Refused(
             "input-may-be-written",
@@ -175,7 +108,6 @@ class Reading:
                 path = str(node.target)
                 if node.meta.get("written"):
                     raise Refused("input-written", f"{path} writes its input between the parts", call.lineno)
-                self._submodule(path)
             return
         if self._helper(call) is not None:
             return
@@ -184,12 +116,6 @@ class Reading:
         if isinstance(call.func, ast.Attribute) and call.func.attr in METADATA_CALLS:
             if self._is_tensor(call.func.value):
                 return
-        unseen = self._unseen_submodule(call)
-        if unseen is not None:
-            self._submodule(unseen)
-            return
-        if self._is_method_of_tensor(call):
-            return
         raise Refused(
             "input-may-be-written",
             f"{self.view.text(call.func)}() is called between the parts, and is not known to leave their "
@@ -237,16 +163,6 @@ class Reading:
             )
         return bool(values) and all(self._is_scalar(value) for value in values)
 
-    def _submodule(self, path: str) -> None:
-        """Take note that a submodule is called: the plan proves what it is, or refuses the site."""
-        submodule = self.view.submodule(path)
-        if type(submodule) is nn.Linear:
-            self.linears.add(path)
-        elif may_be_activation(submodule):
-            self.activations.add(path)
-        elif submodule is not None:
-            self.norms.add(path)
-
     def _operator(self, expression: ast.expr, nodes: list[fx.Node]) -> None:
         text = self.view.text(expression)
         for node in nodes:
@@ -274,7 +190,7 @@ class Reading:
             # The call is checked itself. What is called must be found plainly: a submodule, or the
             # method of a tensor.
             chain = attribute_chain(expression, view.source.self_name)
-            if not chain or reads_plainly(view.module, chain) or is_absent(view.module, chain):
+            if not chain or reads_plainly(view.module, chain):
                 return
             if reads_plainly(view.module, chain[:-1]) and self._is_tensor(expression.value):
                 return
@@ -308,22 +224,11 @@ class Reading:
         if nodes:
             return any(isinstance(node.meta.get("val"), torch.Tensor) for node in nodes)
         if isinstance(expression, ast.Call):
-            unseen = self._unseen_submodule(expression) is not None or self._is_method_of_tensor(expression)
-            return unseen or self._helper(expression) == "tensor"
-        if isinstance(expression, ast.BinOp):
-            return self._on_tensors(expression)
-        if isinstance(expression, ast.Name) and expression.id in self._assumed:
-            return True
+            return self._helper(expression) == "tensor"
         if isinstance(expression, ast.Name):
             lines = {binding.line for binding in self.view.trace.bindings if binding.name == expression.id}
-            supposed = {line for name, line in self._supposed if name == expression.id} - lines
             stored = self.view.stores(expression.id)
-            found = bool(stored) and all(
-                line is not None and (line in lines or line in supposed) for line in stored
-            )
-            if found:
-                self._relied.update((expression.id, line) for line in supposed)
-            return found
+            return bool(stored) and all(line is not None and line in lines for line in stored)
         chain = attribute_chain(expression, self.view.source.self_name)
         if chain and reads_plainly(self.view.module, chain):
             return isinstance(_value_at(self.view.module, chain), torch.Tensor)
@@ -341,95 +246,6 @@ class Reading:
             and expression.attr in ("dtype", "device", "ndim")
             and self._is_tensor(expression.value)
         )
-
-    def _is_same_kind(self, name: str) -> bool:
-        """Whether a name holds what the trace saw in it, a tensor or a number whichever way an `if` goes."""
-        if name not in self.view.branched or name in self.inputs:
-            return True
-        kept, self._assumed = self._assumed, {*self._assumed, name}  # while its other stores are looked at
-        try:
-            return self._stores_one_kind(name)
-        finally:
-            self._assumed = kept
-
-    def _stores_one_kind(self, name: str) -> bool:
-        tensors = {binding.line for binding in self.view.trace.bindings if binding.name == name}
-        unpacked = self.view.unpacked(name)
-        for line, value in self.view.values(name):
-            if line == self.view.source.function.__code__.co_firstlineno or line in tensors:
-                continue  # a parameter: the caller's
-            if line is None or not (value is not None and self._is_known(value)):
-                if line is not None and (name, line) in self._supposed:
-                    self._relied.add((name, line))
-                elif value is not None or not unpacked or not self._is_size(name):
-                    return False
-        return True
-
-    def _is_known(self, value: ast.expr, depth: int = 0) -> bool:
-        """Whether a value is a tensor, a number, or a display, from its text."""
-        if depth > 4 or self._is_tensor(value) or self._is_scalar(value):
-            return depth <= 4
-        parts: list[ast.expr] = []
-        if isinstance(value, (ast.Tuple, ast.List)):
-            return True
-        if isinstance(value, ast.IfExp):
-            parts = [value.body, value.orelse]
-        elif isinstance(value, ast.BoolOp):
-            parts = value.values
-        elif isinstance(value, ast.BinOp):
-            parts = [value.left, value.right]
-        elif isinstance(value, ast.Compare):
-            if all(isinstance(op, (ast.Is, ast.IsNot)) for op in value.ops):
-                return True
-            parts = [value.left, *value.comparators]
-        elif isinstance(value, ast.UnaryOp):
-            parts = [value.operand]
-        elif isinstance(value, ast.Subscript):
-            parts = [value.value]
-        elif isinstance(value, ast.Attribute):
-            return value.attr in METADATA_ATTRS and self._is_tensor(value.value)
-        elif isinstance(value, ast.Call):
-            function = value.func
-            is_metadata = isinstance(function, ast.Attribute) and function.attr in METADATA_CALLS
-            return is_metadata and self._is_tensor(function.value)  # type: ignore[attr-defined]
-        elif isinstance(value, ast.Name):
-            parts = self.view.assigned(value.id)
-        return bool(parts) and all(self._is_known(part, depth + 1) for part in parts)
-
-    def _unseen_submodule(self, call: ast.Call) -> str | None:
-        """The path of the submodule that a call the trace did not come by calls with one tensor."""
-        chain = attribute_chain(call.func, self.view.source.self_name)
-        if not chain or self.view.nodes_at.get(call) or call.keywords or len(call.args) != 1:
-            return None
-        module = self.view.module
-        called = reads_plainly(module, chain) and isinstance(_value_at(module, chain), nn.Module)
-        if (called or is_absent(module, chain)) and self._is_tensor(call.args[0]):
-            return ".".join(chain)
-        return None
-
-    def _is_method_of_tensor(self, call: ast.Call) -> bool:
-        """Whether a call the trace did not come by is a method of a tensor that gives another one."""
-        function = call.func
-        if not isinstance(function, ast.Attribute) or function.attr not in ONE_TENSOR or call.keywords:
-            return False
-        if self.view.nodes_at.get(call) or not self._is_tensor(function.value):
-            return False
-        return all(
-            self._is_scalar(argument)
-            or self._is_tensor(argument)
-            or (not isinstance(argument, ast.Starred) and self._unpacks_plainly(argument))
-            for argument in call.args
-        )
-
-    def _on_tensors(self, expression: ast.expr) -> bool:
-        """Whether this is arithmetic, which the trace did not come by, on tensors and numbers."""
-        if not isinstance(expression, ast.BinOp) or self.view.nodes_at.get(expression):
-            return False
-        if not isinstance(expression.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
-            return False
-        operands = (expression.left, expression.right)
-        tensors = [operand for operand in operands if self._is_tensor(operand)]
-        return bool(tensors) and all(self._is_scalar(one) for one in operands if one not in tensors)
 
     def _unpacks_plainly(self, expression: ast.expr | None, depth: int = 0) -> bool:
         """Whether iterating over a value runs no code: sizes, displays, results of operators."""
@@ -538,14 +354,6 @@ def reads_plainly(module: nn.Module, chain: Iterable[str]) -> bool:
                 return False
             value = state[name]
     return True
-
-
-def is_absent(module: nn.Module, chain: tuple[str, ...]) -> bool:
-    """Whether `self.<chain>` is None or no attribute at all: a call of it cannot run."""
-    *way, last = chain
-    owner = _value_at(module, way) if reads_plainly(module, way) else None
-    found = module_attribute(owner, last) if isinstance(owner, nn.Module) else owner
-    return isinstance(owner, nn.Module) and (found is None or found is MISSING)
 
 
 def _computes(cls: type, name: str) -> bool:

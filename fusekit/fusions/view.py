@@ -148,6 +148,11 @@ class ForwardView:
         code = self.source.function.__code__
         return name in code.co_varnames and name not in (*code.co_cellvars, *code.co_freevars)
 
+    def is_local(self, name: str) -> bool:
+        """Whether `name` is a local of the forward, seen by nested functions or not."""
+        code = self.source.function.__code__
+        return name in code.co_varnames or name in code.co_cellvars
+
     def short(self, expression: ast.expr | ast.stmt) -> str:
         """The text of an expression on one line, cut at 60 letters."""
         text = " ".join(self.text(expression).split())

@@ -615,7 +615,7 @@ class ReadsAGlobalThatIsStoredAgain(Pair):
         return q, self.k(SHARED)
 
 
-@cases.may_fuse("q k", but=("different-inputs", "module-escapes", "input-may-be-written"))
+@cases.may_fuse("q k", but=("different-inputs", "module-escapes", "input-rebound"))
 class ReadsAGlobal(Pair):
     def forward(self, x):
         global SHARED

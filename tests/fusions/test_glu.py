@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 import re
 
 import pytest
@@ -86,7 +87,8 @@ def test_activation_with_a_hook_is_refused():
     module = Gated()
     module.act.register_forward_hook(lambda module, args, output: output * 2)
     (refusal,) = fk.plan(module).refusals
-    assert refusal.reason == "not-this-function" and "act" in refusal.message
+    assert refusal.reason == "input-may-be-written" and "act runs" in refusal.message
+    assert "carries hooks" in refusal.message and refusal.line
 
 
 def test_hook_put_on_the_activation_afterwards_is_called():
@@ -130,10 +132,34 @@ def test_activation_moves_from_its_line_into_the_product():
         torch.testing.assert_close(module(x), want)
 
 
-@pytest.mark.parametrize("act", [nn.SiLU(inplace=True), nn.Softmax(-1), Unknown()])
-def test_an_unknown_activation_on_a_line_of_its_own_moves_nowhere(act):
-    plan = fk.plan(SeveralLines(act))
-    assert plan.sites == () and "glu" in {refusal.fusion for refusal in plan.refusals}
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (nn.SiLU(inplace=True), "input-written"),
+        (nn.ReLU(inplace=True), "input-written"),
+        (Unknown(), "not-this-function"),
+    ],
+)
+def test_an_unknown_activation_on_a_line_of_its_own_moves_nowhere_and_the_linears_are_merged(act, reason):
+    module, x = SeveralLines(act), torch.randn(3, 8)
+    want = module(x)
+    want.sum().backward()
+    gradient = module.gate.weight.grad.clone()
+    plan = fk.plan(module)
+    assert [(site.fusion, site.parts) for site in plan.sites] == [("columns", ("gate", "up"))]
+    (refusal,) = plan.refusals
+    assert (refusal.fusion, refusal.reason, refusal.parts) == ("glu", reason, ("gate", "up"))
+    with plan.apply():
+        module.zero_grad()
+        got = module(x)
+        got.sum().backward()
+        torch.testing.assert_close((got, module.gate.weight.grad), (want, gradient))
+
+
+def test_a_softmax_on_a_line_of_its_own_moves_nowhere():
+    plan = fk.plan(SeveralLines(nn.Softmax(-1)))
+    assert "glu" not in {site.fusion for site in plan.sites}
+    assert "glu" in {refusal.fusion for refusal in plan.refusals}
 
 
 def test_hook_of_one_instance_decides_for_that_instance_alone():
@@ -302,7 +328,6 @@ class Partial(FunctionHeld):
         (Slope, "is not called with one value"),
         (Softplus, "F.softplus is no activation that act_and_mul knows"),
         (Local, "f is a local name"),
-        (ShadowedModule, "F.silu is a local name or belongs to an object"),
         (Partial, "self.act is a partial"),
     ],
 )
@@ -316,6 +341,27 @@ def test_almost_a_glu_says_why_and_merges_its_linears(cls, why):
     assert [site.fusion for site in plan.sites] == ["columns"]
     with plan.apply():
         torch.testing.assert_close(module(x), want)
+
+
+class Functions:
+    def __init__(self, x):
+        self.x = x
+
+    def silu(self, gate):
+        self.x.zero_()
+        return F.silu(gate)
+
+
+def test_function_of_what_a_caller_passes_may_write_the_input():
+    module, x = ShadowedModule(), torch.randn(3, 8)
+    plan = fk.plan(module)
+    (refusal,) = plan.refusals
+    assert not plan.sites and refusal.fusion == "glu"
+    assert "F.silu is a local name or belongs to an object" in refusal.message
+    (refusal,) = fk.plan(module, only="columns").refusals
+    assert refusal.reason == "input-may-be-written" and "F.silu" in refusal.message
+    module(x, Functions(x))
+    assert not x.any()
 
 
 def quick_gelu(x):
@@ -332,9 +378,37 @@ class InPlace(Gated):
         return self.down(F.silu(self.gate(x), inplace=True) * self.up(x))
 
 
-def test_function_that_writes_is_refused_for_both():
-    plan = fk.plan(InPlace())
-    assert plan.sites == () and {refusal.fusion for refusal in plan.refusals} == {"glu", "columns"}
+@pytest.mark.parametrize("cls", [OwnFunction, InPlace])
+def test_linears_around_a_function_that_writes_nothing_of_theirs_are_merged(cls):
+    module, x = cls(), torch.randn(3, 8)
+    want, plan = module(x), fk.plan(module)
+    assert [(site.fusion, site.parts) for site in plan.sites] == [("columns", ("gate", "up"))]
+    assert [(no.fusion, no.reason) for no in plan.refusals] == [("glu", "not-this-function")]
+    with plan.apply():
+        torch.testing.assert_close(module(x), want)
+
+
+class Opaque(Gated):
+    def forward(self, x):
+        return self.down(sigmoid(self.gate(x)) * self.up(x))
+
+
+sigmoid = operator.methodcaller("sigmoid")  # written in C: it has no text
+
+
+class WritesTheInputToo(Gated):
+    def forward(self, x):
+        return self.down(written(self.gate(x), x) * self.up(x))
+
+
+def written(gate, x):
+    return F.silu(gate) * x.neg_().mean()
+
+
+def test_function_that_writes_the_input_is_refused_for_both():
+    plan = fk.plan(WritesTheInputToo())
+    assert plan.sites == () and plan.refusals
+    assert {no.fusion for no in plan.refusals} <= {"glu", "columns"}
 
 
 # -- local names -------------------------------------------------------------------------------
@@ -606,10 +680,10 @@ class InOneExpression(Gated):
 
 
 def test_one_place_has_one_refusal():
-    for module in (WritesBetween(), Gated(Unknown()), InOneExpression(), OwnFunction()):
+    for module in (WritesBetween(), Gated(Unknown()), InOneExpression(), OwnFunction(), Opaque()):
         assert [refusal.fusion for refusal in fk.plan(module).refusals] == ["glu"]
-    (refusal,) = fk.plan(OwnFunction(), only="columns").refusals
-    assert refusal.reason == "input-may-be-written"
+    (refusal,) = fk.plan(Opaque(), only="columns").refusals
+    assert refusal.reason == "input-may-be-written" and "sigmoid(self.gate(x))" in refusal.message
 
 
 def test_a_part_of_another_width_put_in_later_broadcasts_as_it_would():

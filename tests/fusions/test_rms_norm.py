@@ -228,7 +228,25 @@ class Buffered(Norm):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
+def as_float(t):
+    return t.float()
+
+
+def width(t):
+    *_, features = t.shape
+    return features
+
+
+class ByFunctions(Norm):
+    def forward(self, x):
+        features = width(x)
+        dtype, x = x.dtype, as_float(x)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.to(dtype)
+
+
 SPELLINGS = [
+    ByFunctions,
     Llama,
     Olmo2,
     Gemma,
@@ -337,6 +355,17 @@ class WritesItsInput(Norm):
     def forward(self, x):
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * x.mul_(scale)
+
+
+def told(t):
+    print(end="")
+    return t.float()
+
+
+class CallsAFunctionThatDoesMore(Norm):
+    def forward(self, x):
+        x = told(x)
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
 class TwoInputs(Norm):
@@ -648,6 +677,7 @@ KINDS = {
     ChannelsFirst: "the mean is not over the last dimension alone, kept",
     ReturnsMore: "it returns more than the normalised tensor",
     WritesItsInput: "mul_ writes in place",
+    CallsAFunctionThatDoesMore: "it also does this: x = told(x)",
     TwoInputs: "what is squared is not what is scaled",
     Counts: "it also does this: self.calls += 1",
     Prints: 'it also does this: print("normalising")',

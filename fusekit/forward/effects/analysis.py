@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -101,10 +101,30 @@ def effects_of(
     methods, functions and the forwards of submodules, with their attributes as they are now; hooks of
     those are not looked at (see `Effects.called`).
     """
+    restored: dict[str, Value] = {}
+    for _ in range(PASSES):
+        found, left = _followed(source, module, given or {}, is_tensor, restored)
+        if left == restored or found.failed is not None:
+            return found
+        restored = left
+    return replace(found, failed="what it stores on the module does not settle")
+
+
+PASSES = 4  # what one call stores in attributes, the next one finds
+
+
+def _followed(
+    source: ForwardSource,
+    module: nn.Module,
+    given: Mapping[str, Any],
+    is_tensor: Callable[[ast.AST], bool],
+    restored: dict[str, Value],
+) -> tuple[Effects, dict[str, Value]]:
+    """The effects where earlier calls have left `restored` in attributes, and what this call leaves there."""
     tree = source.tree
     function: FunctionType = source.chain[-1]
     one = Interpreter(module, tree, is_tensor)
-    one.volatile = _volatile(tree)
+    one.volatile, one.restored = _volatile(tree), restored
     frame = Frame(
         0,
         tree,
@@ -118,7 +138,7 @@ def effects_of(
     )
     state = State()
     parameters: list[Stored] = []
-    for parameter, value in _given(one, source, module, given or {}, state):
+    for parameter, value in _given(one, source, module, given, state):
         one.bind(parameter.arg, value, state, frame, parameter)
         parameters.append(Stored(parameter.arg, parameter, value))
     failed = None
@@ -128,11 +148,10 @@ def effects_of(
         failed = str(error)
     except RecursionError:
         failed = "the forward is nested too deeply to be followed"
-    stored = tuple(Stored(name, node, value) for (node, name), value in one.stores.items())
-    return Effects(
+    found = Effects(
         {node: tuple(effects) for node, effects in one.found.items()},
         one.values,
-        stored,
+        tuple(Stored(name, node, value) for (node, name), value in one.stores.items()),
         one.views,
         {node: tuple(modules.values()) for node, modules in one.called.items()},
         {node: frozenset(settings) for node, settings in one.settings.items()},
@@ -140,6 +159,7 @@ def effects_of(
         tuple(parameters),
         failed,
     )
+    return found, one.left
 
 
 def _home(source: ForwardSource, module: nn.Module) -> type | None:

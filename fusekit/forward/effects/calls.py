@@ -122,6 +122,8 @@ class Calls:
         self.closures: dict[Region, tuple[Any, Frame]] = {}
         self.delayed: dict[Region, dict[Effect, None]] = {}
         self.volatile: set[str] = set()
+        self.restored: dict[str, Value] = {}  # what earlier calls may have stored in attributes
+        self.left: dict[str, Value] = {}  # and what this one does
         self.found: dict[ast.AST, dict[Effect, None]] = {}
         self.values: dict[ast.AST, Value] = {}
         self.views: dict[ast.AST, str] = {}
@@ -403,6 +405,10 @@ class Calls:
             return anything({OUTSIDE})
         home = vars(one) if isinstance(one, types.ModuleType) else None
         value = self.value_of(found, name, home, fixed=owned)
+        if on("attributes") and name in self.restored:
+            value = join(value, self.restored[name])  # an earlier call of this very forward has stored it
+        if on("attributes") and found is None and not owned and not isinstance(one, types.ModuleType):
+            value = replace(join(value, anything({OUTSIDE})), constant=None)  # until other code sets it
         if owned and value.fixed:
             value = replace(value, settings=frozenset({(id(one), name)}))
         return value
@@ -460,6 +466,9 @@ class Calls:
             if on("attributes"):
                 surely = len(owner.objects) == 1 and owner.kinds == {KNOWN}
                 state.put(region, name, value, surely)
+            regions = {OUTSIDE if region.kind == "new" else region for region in value.regions}
+            left = replace(value.without_token(), regions=frozenset(regions), constant=UNSET, fixed=False)
+            self.left[name] = join(self.left.get(name, BOTTOM), left)
             self.effect(node, Effect("store", NOWHERE, f"{_text(node)} is stored", (id(one), name)))
             self.escape(value, state)
         if CONTAINER in owner.kinds:
@@ -696,6 +705,8 @@ class Calls:
         self, called: Value, arguments: Arguments, node: ast.Call, state: State, frame: "Frame"
     ) -> Value:
         found = BOTTOM
+        if called.constant is None and PLAIN in called.kinds:
+            return found  # what is not there cannot be called
         for one in called.objects if KNOWN in called.kinds else ():
             found = join(found, self.object(one, arguments, node, state, frame))
         if FUNCTION in called.kinds:

@@ -187,12 +187,10 @@ def meet(one: State | None, other: State | None, place: Hashable) -> State | Non
     differing: dict[tuple[Hashable, Hashable], list[Name]] = {}
     for name in {**one.names, **other.names}:
         a, b = one.names.get(name), other.names.get(name)
-        if a is None or b is None:
-            found.names[name] = a or b  # type: ignore[assignment]
-            continue
-        found.names[name] = join(a, b)
-        if a.token != b.token:
-            differing.setdefault((a.token, b.token), []).append(name)
+        found.names[name] = join(a or BOTTOM, b or BOTTOM)
+        tokens = (a.token if a else None, b.token if b else None)
+        if tokens[0] != tokens[1]:
+            differing.setdefault(tokens, []).append(name)
     for names in differing.values() if on("values") else ():
         token = ("met", place, tuple(sorted(names)))
         found.retoken(token)
