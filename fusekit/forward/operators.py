@@ -24,6 +24,7 @@ FRESH = frozenset(
         "scaled_dot_product_attention",
         "softmax",
         "stack",
+        "where",
         "__and__",
         "__or__",
         "__xor__",
@@ -76,6 +77,18 @@ SPELLINGS = {
     "H": "matrix_H",
     "__rsub__": "rsub",
 }
+
+# These return views, or may, and their schemas do not say so.
+LIARS = frozenset(
+    {
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+        "unsafe_chunk",
+        "_unsafe_view",
+        "dequantize",
+        "_reshape_alias",
+    }
+)
 
 # Arguments that these write though their schemas do not say so: running statistics.
 UNSAID = {
@@ -152,7 +165,7 @@ def _signature(name: str, schemas: Iterable[Any]) -> Signature:
             if returned & info.before_set or (lists and not info.is_write):
                 views.add((index, argument.name))
         says_view |= bool(aliases)
-        may_view |= not aliases and name not in FRESH and _is_composite(schema)
+        may_view |= name in LIARS or (not aliases and name not in FRESH and _is_composite(schema))
     returns: Returns = "view" if says_view else "may be a view" if may_view else "fresh"
     return Signature(frozenset(writes), None if may_view else frozenset(views), returns)
 

@@ -133,6 +133,7 @@ class _Guarded:
             if node.op == "call_module":
                 places |= _places(view, str(node.target))
                 weights |= _weights(view.submodule(str(node.target)))
+        _weights_stay(view, frozenset(weights), frozenset(places))
         one = len(tokens) == 1 and None not in tokens
         return cls(
             view,
@@ -253,9 +254,29 @@ def _weights(module: nn.Module | None) -> set[Region]:
     return found
 
 
+def _weights_stay(view: ForwardView, weights: frozenset[Region], places: frozenset[tuple[int, str]]) -> None:
+    """Refuse where the forward itself lays a part's weight elsewhere: what lies there may be written."""
+    for node, effects in view.effects.found.items() if on("weights") else ():
+        for effect in effects:
+            laid = effect.kind == "write" and bool(effect.regions & weights)
+            laid = laid and ("changes the tensor" in effect.why or "set_" in effect.why)
+            if laid or (effect.kind == "store" and effect.stored in places):
+                why = f"the forward stores a weight of a part itself: {effect.why}"
+                raise Refused("input-may-be-written", why, getattr(node, "lineno", None))
+
+
 def _sees_no_names(view: ForwardView) -> None:
     if type(view.module).__getattribute__ is not object.__getattribute__:
         why = "the module finds its attributes by a __getattribute__ of its own"
+        raise Refused("module-escapes", why, view.source.tree.lineno)
+    takes = {node.attr for node in ast.walk(view.source.tree) if isinstance(node, ast.Attribute)}
+    if takes & {"backward", "grad"} and any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("backward", "grad")
+        for node in ast.walk(view.source.tree)
+    ):
+        why = "the forward takes gradients itself: the parts would share one graph"
         raise Refused("module-escapes", why, view.source.tree.lineno)
     seen = sorted(SEES_NAMES & view.names)
     if seen:
@@ -300,6 +321,9 @@ class _Walk:
             if self._expressions(statement, tests):
                 return True
             self._one(statement)
+            for inner in blocks_of(statement):
+                for one in inner:
+                    self._whole(one, tests)
         return False
 
     def _whole(self, statement: ast.stmt, tests: tuple[ast.expr, ...]) -> None:
@@ -436,7 +460,8 @@ def _stored_by(node: ast.AST) -> set[str]:
     return {node.rest} if isinstance(node, ast.MatchMapping) and node.rest else set()
 
 
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# What `evaluation` gives as one.
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 def _is_loop(node: ast.AST) -> bool:

@@ -313,7 +313,7 @@ class StarredComesInItsPlace(Pair):
         return [self.q(x), *[x.mul_(2)], self.k(x)]
 
 
-@cases.refuses(*WRITTEN)
+@cases.refuses(*WRITTEN, "different-branches")
 class ConditionComesBeforeTheBody(Pair):
     def forward(self, x):
         q = self.q(x)

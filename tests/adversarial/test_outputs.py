@@ -392,7 +392,7 @@ class HookOnTheOutput(Pair):
         return q * 1, k * 1
 
 
-@cases.fuses("q k")
+@cases.may_fuse("q k", but=("module-escapes",))
 class GradWithinTheForward(Pair):
     def forward(self, x):
         q, k = self.q(x), self.k(x)

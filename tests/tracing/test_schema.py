@@ -32,6 +32,12 @@ def square(x):
 
 
 CALLS = {
+    "where": [
+        lambda x: torch.where(x > 0, x, x),
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: torch.where(x > 0, 1.0, x),
+        lambda x: torch.where(torch.ones_like(x, dtype=torch.bool), x, x),
+    ],
     "cosine_similarity": [lambda x: F.cosine_similarity(x, x, -1)],
     "cross_entropy_loss": [
         lambda x: F.cross_entropy(x, torch.zeros(x.shape[:1], dtype=torch.long), reduction=reduction)

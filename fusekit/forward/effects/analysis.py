@@ -9,17 +9,19 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fusekit.forward.effects.calls import Effect, TooMuch, is_hooked, locals_of
+from fusekit.forward.effects.calls import Effect, TooMuch, defaults_of, is_hooked, locals_of
 from fusekit.forward.effects.interpreter import Frame, Interpreter
 from fusekit.forward.effects.known import cells_of
 from fusekit.forward.effects.rules import on
 from fusekit.forward.effects.values import (
+    CONTAINER,
+    PLAIN,
+    TENSOR,
     Region,
     State,
     Value,
     anything,
     container,
-    plain,
     tensor,
 )
 from fusekit.forward.reads import SIMPLE
@@ -185,10 +187,13 @@ def _given(
     arguments = source.tree.args
     positional = [*arguments.posonlyargs, *arguments.args]
     found: list[tuple[ast.arg, Value]] = []
+    defaults = defaults_of(source.chain[-1], source.tree)
     if positional:
         found.append((positional[0], one.value_of(module, positional[0].arg)))
     for parameter in (*positional[1:], *arguments.kwonlyargs):
-        found.append((parameter, _value_given(parameter, given.get(parameter.arg), state)))
+        name = parameter.arg
+        value = _value_given(parameter, given.get(name), name in defaults, defaults.get(name))
+        found.append((parameter, value))
     for several in (arguments.vararg, arguments.kwarg):
         if several is not None:
             region = Region("given", several.arg, several.arg, deep=True)
@@ -204,7 +209,7 @@ PLAIN_WORDS = frozenset(
 )
 
 
-def _value_given(parameter: ast.arg, example: Any, state: State) -> Value:
+def _value_given(parameter: ast.arg, example: Any, has_default: bool, default: Any) -> Value:
     """A parameter by an example of it, or by its annotation."""
     name = parameter.arg
     region = Region("given", name, name)
@@ -213,7 +218,7 @@ def _value_given(parameter: ast.arg, example: Any, state: State) -> Value:
     if isinstance(example, (tuple, list)) and example and all(isinstance(t, torch.Tensor) for t in example):
         return container({region})
     if example is not None and isinstance(example, SIMPLE):
-        return plain()
+        return Value(frozenset({region}), frozenset({PLAIN, TENSOR}))
     words = (
         {node.id for node in ast.walk(parameter.annotation) if isinstance(node, ast.Name)}
         if (parameter.annotation is not None)
@@ -229,8 +234,13 @@ def _value_given(parameter: ast.arg, example: Any, state: State) -> Value:
     if words and words <= TENSOR_WORDS and any(word.endswith("Tensor") for word in words):
         return tensor({region})
     if words and words <= PLAIN_WORDS:
-        return plain()
-    return anything({Region("given", name, name, deep=True)})
+        return Value(frozenset({region}), frozenset({PLAIN, TENSOR}))
+    if isinstance(default, (bool, int, float, str)):
+        return Value(frozenset({region}), frozenset({PLAIN, TENSOR}))
+    deep = Region("given", name, name, deep=True)
+    if has_default and default is None:  # what it is when it is given, and what its operators do, no one says
+        return Value(frozenset({deep}), frozenset({PLAIN, TENSOR, CONTAINER}))
+    return anything({deep})
 
 
 __all__ = ["Effect", "Effects", "Stored", "effects_of", "is_hooked", "touches"]

@@ -85,6 +85,7 @@ class Arguments:
     keywords: dict[str, Value] = field(default_factory=dict)
     rest: Value | None = None
     named: Value | None = None
+    maybe: set[str] = field(default_factory=set)  # keywords that may not be there
 
     def all(self) -> list[Value]:
         found = [*self.positional, *self.keywords.values()]
@@ -92,17 +93,18 @@ class Arguments:
 
     def given(self, index: int, name: str) -> list[Value]:
         """What may be the argument at a position or of a name."""
-        found = [self.keywords[name]] if name in self.keywords else []
+        names = (name, "input") if name == "self" else (name,)
+        found = [self.keywords[one] for one in names if one in self.keywords]
         if index < len(self.positional):
             found.append(self.positional[index])
         elif self.rest is not None:
             found.append(self.rest)
         if self.named is not None:
             found.append(self.named)
-        return found
+        return found or list(self.keywords.values())  # spelled in a way that the schema does not know
 
     def before(self, *values: Value) -> "Arguments":
-        return Arguments([*values, *self.positional], self.keywords, self.rest, self.named)
+        return Arguments([*values, *self.positional], self.keywords, self.rest, self.named, self.maybe)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +123,9 @@ class Calls:
         self.is_hinted = hints
         self.closures: dict[Region, tuple[Any, Frame]] = {}
         self.delayed: dict[Region, dict[Effect, None]] = {}
+        self.behind: dict[Region, tuple[Any, Frame]] = {}  # the generator whose body is delayed
+        self.shared: dict[Region, frozenset[Region]] = {}  # what lies in tensors of the module since
+        self.of_tensors: set[Region] = set()  # storage that operators have made: it holds nothing
         self.volatile: set[str] = set()
         self.restored: dict[str, Value] = {}  # what earlier calls may have stored in attributes
         self.left: dict[str, Value] = {}  # and what this one does
@@ -229,11 +234,18 @@ class Calls:
         if effects and on("generators"):
             self.delayed.setdefault(region, {}).update(effects)
 
-    def consume(self, value: Value, node: ast.AST) -> None:
-        """A generator goes on: what its body does happens now."""
+    def consume(self, value: Value, node: ast.AST, state: State) -> None:
+        """A generator goes on: what its body does happens now, with what its names hold now."""
         for region in value.regions:
-            for effect in self.delayed.get(region, ()):
+            effects = self.delayed.get(region)
+            if not effects:
+                continue
+            for effect in effects:
                 self.effect(node, effect)
+            reached = self.reach([anything({region})], state)
+            if region in self.behind:
+                reached |= self.reach(self.captured(*self.behind[region], state), state)
+            self.effect(node, Effect("may write", reached, f"{_text(node)} goes on with a generator"))
 
     # -- what can be reached ----------------------------------------------------------------------
 
@@ -256,12 +268,11 @@ class Calls:
                     if KNOWN in value.kinds and any(map(_reaches, value.objects)):
                         todo.append(OUTSIDE)
             if region in self.closures and on("closures"):
-                for value in self.captured(region, state):
+                for value in self.captured(*self.closures[region], state):
                     todo += value.regions
         return frozenset(found)
 
-    def captured(self, region: Region, state: State) -> list[Value]:
-        node, frame = self.closures[region]
+    def captured(self, node: Any, frame: "Frame", state: State) -> list[Value]:
         found = []
         for name in ast.walk(node):
             if isinstance(name, ast.Name):
@@ -293,7 +304,7 @@ class Calls:
         if any(region.kind != "new" and region.deep for region in reached):
             self.escape(anything(reached), state)
         for region in reached:
-            if region.kind == "new" and not region.deep and (region in state.heap):
+            if region.kind == "new" and region not in self.of_tensors:
                 state.put(region, REST, anything(reached))
         if any(CONTEXT in value.kinds for value in values):
             self.context(node, "gets a context manager")
@@ -307,10 +318,13 @@ class Calls:
             in_torch = isinstance(home, dict) and str(home.get("__name__", "")).startswith("torch")
             return plain(found, fixed or in_torch)
         if isinstance(found, torch.Tensor):
-            return tensor({_own_tensor(found, name)})
-        if isinstance(found, (tuple, list)) and all(isinstance(item, SIMPLE) for item in found):
-            if type(found) is tuple:
-                return plain(found, fixed)
+            own = _own_tensor(found, name)
+            return tensor({own, *self.shared.get(own, NOWHERE)})
+        if type(found) is tuple and all(isinstance(item, SIMPLE) for item in found):
+            holds_none = any(item is None for item in found)
+            return (
+                join(plain(found), anything({OUTSIDE})) if holds_none and not fixed else plain(found, fixed)
+            )
         self._kept.append(found)
         inert = isinstance(found, (*objects.INERT, types.MethodType, functools.partial))
         regions = [] if inert else [Region("own", id(found), name, True, False)]
@@ -349,7 +363,7 @@ class Calls:
     def attribute(self, owner: Value, name: str, state: State, frame: "Frame", node: ast.AST) -> Value:
         found = BOTTOM
         if TENSOR in owner.kinds:
-            found = join(found, self._tensor_attribute(owner, name, node, frame))
+            found = join(found, self._tensor_attribute(owner, name, state, node, frame))
         if PLAIN in owner.kinds:
             found = join(found, PLAIN_VALUE)
         if KNOWN in owner.kinds:
@@ -369,7 +383,12 @@ class Calls:
                 found = join(found, anything(self.reach([owner], state)))
         return found.without_token()
 
-    def _tensor_attribute(self, owner: Value, name: str, node: ast.AST, frame: "Frame") -> Value:
+    def _tensor_attribute(
+        self, owner: Value, name: str, state: State, node: ast.AST, frame: "Frame"
+    ) -> Value:
+        put = [fields[name] for r in owner.regions if name in (fields := state.heap.get(r, {}))]
+        if put:
+            return joined([tensor(owner.regions), *put])
         if name in objects.PLAIN_ATTRIBUTES:
             return PLAIN_VALUE
         signature = operator_signature(SPELLINGS.get(name, name))
@@ -389,10 +408,15 @@ class Calls:
         stored = state.heap.get(region, {}).get(name) if on("attributes") else None
         if stored is not None:
             return stored
+        for kind in ("_parameters", "_buffers", "_modules") if isinstance(one, nn.Module) else ():
+            fields = state.heap.get(Region("own", id(one.__dict__.get(kind))), {})
+            if fields and on("attributes"):  # stored there by its name, or by any other
+                return joined([*fields.values(), anything({OUTSIDE})])
         if isinstance(one, Super):
             return self._behind(one, name)
         found = objects.static_attribute(one, name)
-        owned = isinstance(one, nn.Module) and one is not self.owner
+        # The mode changes between calls, without a new analysis.
+        owned = isinstance(one, nn.Module) and one is not self.owner and name != "training"
         if found is DYNAMIC:
             if not on("properties"):
                 return anything({OUTSIDE})
@@ -450,6 +474,8 @@ class Calls:
         if TENSOR in owner.kinds:
             if on("tensor-attributes"):
                 self.write(node, owner.regions, "changes the tensor")
+                for region in owner.regions:
+                    state.put(region, name, value)
                 if name in ("data", "grad"):
                     self._share(owner, value, state)
         for one in owner.objects if KNOWN in owner.kinds else ():
@@ -478,14 +504,18 @@ class Calls:
             self.unknown(node, state, [owner, value], "stores an attribute", frame)
 
     def _share(self, owner: Value, value: Value, state: State) -> None:
-        """From now on, what lies in `owner` may lie in `value`."""
-        for name, held in state.names.items():
-            if held.regions & owner.regions:
-                state.names[name] = replace(held, regions=held.regions | value.regions)
-        for region, fields in list(state.heap.items()):
-            for key, held in fields.items():
-                if held.regions & owner.regions:
-                    state.put(region, key, anything(value.regions))
+        """From now on, what lies in the one may lie in the other."""
+        for mine, theirs in ((owner, value), (value, owner)):
+            for name, held in state.names.items():
+                if held.regions & mine.regions:
+                    state.names[name] = replace(held, regions=held.regions | theirs.regions)
+            for region, fields in list(state.heap.items()):
+                for key, held in fields.items():
+                    if held.regions & mine.regions:
+                        state.put(region, key, anything(theirs.regions))
+        for region in owner.regions:
+            if region.kind == "own":  # a tensor of the module: it is found again under its name
+                self.shared[region] = self.shared.get(region, NOWHERE) | value.regions
 
     # -- items --------------------------------------------------------------------------------------
 
@@ -523,9 +553,10 @@ class Calls:
         if not on("containers"):
             return anything({self.region(node, frame)})
         found = BOTTOM
-        self.consume(owner, node)
+        self.consume(owner, node, state)
         is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
-        key: Any = index.constant if index.is_plain and type(index.constant) in (int, str, bool) else UNSET
+        is_sure = index.is_plain and index.fixed and not index.settings
+        key: Any = index.constant if is_sure and type(index.constant) in (int, str, bool) else UNSET
         for region in owner.regions:
             fields = state.heap.get(region, {})
             exact = key is not UNSET and (isinstance(key, str) or key >= 0) and not is_slice
@@ -543,7 +574,7 @@ class Calls:
             "torch."
         ):
             children = list(one._modules.values())
-            key = index.constant if index.is_plain else UNSET
+            key = index.constant if index.is_plain and index.fixed and not index.settings else UNSET
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
                 return joined(self.value_of(child, "item") for child in children)
             if isinstance(key, int) and -len(children) <= key < len(children):
@@ -553,7 +584,7 @@ class Calls:
             return self.any_of(children)
         if type(one) in objects.BUILTIN_CONTAINERS:
             values = list(one.values()) if isinstance(one, dict) else list(one)
-            key = index.constant if index.is_plain and index.fixed else UNSET
+            key = index.constant if index.is_plain and index.fixed and not index.settings else UNSET
             if isinstance(one, dict) and isinstance(key, (str, int)) and key in one:
                 values = [one[key]]
             found = self.any_of(values)
@@ -594,7 +625,10 @@ class Calls:
                     key = REST
             is_slice = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
             stored = joined([*self.all_items(value, state)]) if is_slice else value
+            self.consume(value, node, state)
             for region in owner.regions:
+                if is_slice:
+                    self._loosen(region, state)
                 state.put(region, REST if is_slice else key, stored)
                 if region.kind != "new":
                     self.escape(value, state)
@@ -628,7 +662,10 @@ class Calls:
                     found.append(anything({OUTSIDE}))
         return found
 
-    items = all_items
+    def pairs_of(self, value: Value, state: State) -> list[Value]:
+        """What may lie in a value, and in the pairs that lie in it."""
+        items = self.all_items(value, state)
+        return items + [inner for item in items for inner in self.all_items(item, state)]
 
     def all_of(self, values: list[Value], state: State) -> list[Value]:
         return [item for value in values for item in self.all_items(value, state)]
@@ -655,7 +692,7 @@ class Calls:
     def element(self, value: Value, state: State, frame: "Frame", node: ast.AST) -> Value:
         """What iterating over a value gives; nothing of an empty one that is known."""
         found = BOTTOM
-        self.consume(value, node)
+        self.consume(value, node, state)
         if PLAIN in value.kinds:
             found = join(found, PLAIN_VALUE)
         if TENSOR in value.kinds:
@@ -705,6 +742,8 @@ class Calls:
         self, called: Value, arguments: Arguments, node: ast.Call, state: State, frame: "Frame"
     ) -> Value:
         found = BOTTOM
+        for value in arguments.all():
+            self.consume(value, node, state)
         if called.constant is None and PLAIN in called.kinds:
             return found  # what is not there cannot be called
         for one in called.objects if KNOWN in called.kinds else ():
@@ -726,6 +765,10 @@ class Calls:
         self, receiver: Value, name: str, arguments: Arguments, node: ast.Call, state: State, frame: "Frame"
     ) -> Value:
         """`receiver.name(arguments)`, for each kind of thing that the receiver may be."""
+        for value in arguments.all():
+            self.consume(value, node, state)
+        if receiver.is_plain:
+            self.decides(receiver, node)
         found = BOTTOM
         if PLAIN in receiver.kinds:
             strange = [value for value in arguments.all() if self.is_strange(value, state)]
@@ -760,6 +803,11 @@ class Calls:
         self, receiver: Value, name: str, arguments: Arguments, node: ast.AST, state: State, frame: "Frame"
     ) -> Value:
         own = tensor(receiver.regions)
+        if name == "__getitem__" and arguments.positional:
+            return self.item(own, arguments.positional[0], state, frame, node)
+        strange = [value for value in arguments.all() if self.overrides(value)]
+        if strange:
+            self.unknown(node, state, strange, "is given what may run code", frame)
         if name in objects.PLAIN_METHODS or (name == "type" and not arguments.all()):
             return PLAIN_VALUE
         if name.startswith("register_") and name.endswith("hook"):
@@ -830,6 +878,7 @@ class Calls:
         if viewed:
             kind = "may return" if signature is None or signature.views is None else "returns"
             self.seen_view(node, f"aten::{name} {kind} a view of its input")
+        self.of_tensors.add(new)
         return tensor({*viewed, new})
 
     def storages(self, values: list[Value], state: State) -> frozenset[Region]:
@@ -856,7 +905,7 @@ class Calls:
         self, own: Value, name: str, arguments: Arguments, node: ast.AST, state: State, frame: "Frame"
     ) -> Value:
         """A method of a list, dict, set or tuple."""
-        self.consume(own, node)
+        self.consume(own, node, state)
         given = arguments.all()
         regions = [region for region in own.regions]
         known = [one for one in own.objects if KNOWN in own.kinds]
@@ -881,7 +930,7 @@ class Calls:
             for value in arguments.positional:
                 for key, item in self.keyed_items(value, state) if name == "update" else ():
                     keep(item, key)
-                keep(joined([*self.all_items(value, state), self.element(value, state, frame, node)]))
+                keep(joined([*self.pairs_of(value, state), self.element(value, state, frame, node)]))
             for key, value in arguments.keywords.items():
                 keep(value, key)
             return plain(None, True)
@@ -918,12 +967,13 @@ class Calls:
             return PLAIN_VALUE
         if name == "items":
             values = joined(self.all_items(own, state))
-            pair = self.listed(node, [PLAIN_VALUE, values], state, frame)
+            pair = self.listed(node, [PLAIN_VALUE, values], state, frame)  # a key may be a tensor too
             outer = Region("new", (id(node), "items", *[r.key for r in pair.regions]), "items")
             state.put(outer, REST, pair)
-            return container({outer})
+            return container({outer, *own.regions})
         if name in ("values", "copy", "__iter__", "difference", "intersection", "__reversed__"):
-            return self.listed(node, self.all_items(own, state), state, frame)
+            listed = self.listed(node, self.all_items(own, state), state, frame)
+            return listed if name == "copy" else container(listed.regions | own.regions)
         if name in ("clear", "remove", "discard", "reverse", "__delitem__", "sort", "rotate"):
             for region in regions:
                 self._loosen(region, state)
@@ -959,13 +1009,17 @@ class Calls:
         if objects.is_never(one):
             return plain(False, True)
         if objects.is_harmless(one):
+            strange = [value for value in arguments.all() if self.overrides(value)]
+            if strange:
+                self.unknown(node, state, strange, "is given what may run code", frame)
             return PLAIN_VALUE
         if getattr(one, "__name__", None) in objects.MODES and _is_torch(one) and not self._with:
             self.context(node, "changes a mode of PyTorch")
             if not isinstance(one, type):
                 return PLAIN_VALUE
         if isinstance(one, type) and issubclass(one, objects.MANAGERS):
-            return Value(frozenset({self.region(node, frame)}), frozenset({CONTEXT}))
+            held = self.storages(arguments.all(), state)
+            return Value(frozenset({*held, self.region(node, frame)}), frozenset({CONTEXT}))
         if isinstance(one, (type, types.BuiltinFunctionType)) and one in BUILTINS:
             return self.builtin(one.__name__, arguments, node, state, frame)
         signature = signature_of(one)
@@ -1034,10 +1088,10 @@ class Calls:
         given = arguments.all()
         home = cls.__module__
         if issubclass(cls, BaseException):
-            return anything({self.region(node, frame)})
+            return anything({self.region(node, frame), *self.reach(given, state)})
         if issubclass(cls, torch.Tensor):  # a parameter around a tensor shares it
             return tensor({*self.storages(given, state), self.region(node, frame)})
-        if home == "builtins" or issubclass(cls, SIMPLE):
+        if (home == "builtins" and cls is not object) or issubclass(cls, SIMPLE):
             if not any(ANY in value.kinds for value in given):
                 return PLAIN_VALUE
         if home.startswith("torch") and not issubclass(cls, nn.Module) and not given:
@@ -1046,18 +1100,11 @@ class Calls:
             return PLAIN_VALUE
         is_data = dataclasses.is_dataclass(cls) and not hasattr(cls, "__post_init__")
         if is_data or (issubclass(cls, tuple) and hasattr(cls, "_fields")) or _is_model_output(cls):
-            region = self.region(node, frame)
-            names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+            region = self.region(node, frame)  # nothing runs yet; what its class says may run later
             state.heap.setdefault(region, {})
-            for name, value in zip(names, arguments.positional, strict=False):
-                state.put(region, name, value)
-            for value in arguments.positional[len(names) :] + [
-                v for v in (arguments.rest, arguments.named) if v
-            ]:
+            for value in given:
                 state.put(region, REST, value)
-            for name, value in arguments.keywords.items():
-                state.put(region, name, value)
-            return container({region})
+            return anything({region})
         return self.unknown(node, state, given, f"makes a {cls.__name__}", frame)
 
     def module(
@@ -1136,7 +1183,8 @@ class Calls:
             tries=list(frame.tries),
         )
         defaults = {
-            name: self.value_of(value, name, fixed=True) for name, value in _defaults(function, tree).items()
+            name: self.value_of(value, name, fixed=True)
+            for name, value in defaults_of(function, tree).items()
         }
         return self.run(inner, arguments, defaults, node, state, code, code.co_qualname)
 
@@ -1157,13 +1205,8 @@ class Calls:
             outer=outer,
             local=locals_of(tree),
         )
-        defaults = {}
-        positional = [*tree.args.posonlyargs, *tree.args.args]
-        for parameter, default in zip(reversed(positional), reversed(tree.args.defaults), strict=False):
-            defaults[parameter.arg] = self.evaluate(default, state, outer)
-        for parameter, keyword in zip(tree.args.kwonlyargs, tree.args.kw_defaults, strict=True):
-            if keyword is not None:
-                defaults[parameter.arg] = self.evaluate(keyword, state, outer)
+        held = state.heap.get(region, {})
+        defaults = {key[1]: value for key, value in held.items() if isinstance(key, tuple)}
         name = getattr(tree, "name", "a lambda")
         return self.run(inner, arguments, defaults, node, state, tree, name)
 
@@ -1185,6 +1228,7 @@ class Calls:
             self._call_limit = self._work + CALL_WORK
         self._stack.append(identity)
         self._inside.append(name)
+        in_with, self._with = self._with, 0
         body = tree.body if isinstance(tree.body, list) else None
         is_generator = body is not None and any(
             isinstance(part, (ast.Yield, ast.YieldFrom)) for part in _own_nodes(tree)
@@ -1212,7 +1256,7 @@ class Calls:
         finally:
             self._stack.pop()
             self._inside.pop()
-            self._anchor = anchor
+            self._anchor, self._with = anchor, in_with
         if unreadable is not None:
             state.names, state.heap, state.escaped = entry.names, entry.heap, entry.escaped
             values = [*arguments.all(), anything({OUTSIDE})]
@@ -1252,6 +1296,8 @@ class Calls:
                 continue
             if name in keywords:
                 found[name] = keywords.pop(name)
+                if name in arguments.maybe and name in defaults:
+                    found[name] = joined([found[name], defaults[name]])
                 continue
             may_be = [arguments.named] if arguments.named is not None else []
             if arguments.rest is not None and name in names:
@@ -1286,8 +1332,8 @@ class Calls:
             if name in ("any", "all"):
                 for value in given:
                     self.element(value, state, frame, node)
-            if name == "isinstance" and given and given[0].is_plain and given[0].fixed:
-                return PLAIN_VALUE
+            if name == "type" and len(given) == 1 and given[0].objects:
+                return joined(self.value_of(type(one), "a class") for one in given[0].objects)
             return PLAIN_VALUE
         if name in (
             "list",
@@ -1334,7 +1380,7 @@ class Calls:
                 return container({region})
             elements.append(self.element(value, state, frame, node))
         if name == "dict":
-            items = [item for value in arguments.positional for item in self.all_items(value, state)]
+            items = [item for value in arguments.positional for item in self.pairs_of(value, state)]
             made = self.listed(node, items, state, frame)
             for region in made.regions:
                 for key, value in arguments.keywords.items():
@@ -1355,6 +1401,8 @@ class Calls:
                 if region in self.delayed:
                     for made_region in found.regions:
                         self.delay(made_region, self.delayed[region])
+        if name in ("iter", "enumerate", "zip", "reversed"):  # they look when they are gone through
+            return container(found.regions.union(*(value.regions for value in arguments.positional)))
         return found
 
     def _mapped(self, name: str, arguments: Arguments, node: ast.Call, state: State, frame: "Frame") -> Value:
@@ -1366,7 +1414,7 @@ class Calls:
         made = self.listed(node, elements if name == "filter" else [found], state, frame)
         for region in made.regions:
             self.delay(region, effects)
-        return made
+        return container(made.regions.union(*(value.regions for value in arguments.positional[1:])))
 
     def _by_name(
         self, name: str, arguments: Arguments, node: ast.Call, state: State, frame: "Frame"
@@ -1547,7 +1595,7 @@ def _own_nodes(tree: Any) -> Iterator[ast.AST]:
         todo += [(child, inside) for child in ast.iter_child_nodes(node)]
 
 
-def _defaults(function: types.FunctionType, tree: Any) -> dict[str, Any]:
+def defaults_of(function: types.FunctionType, tree: Any) -> dict[str, Any]:
     names = [parameter.arg for parameter in (*tree.args.posonlyargs, *tree.args.args)]
     given = function.__defaults__ or ()
     found = dict(zip(names[len(names) - len(given) :], given, strict=True)) if given else {}

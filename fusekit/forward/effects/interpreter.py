@@ -137,7 +137,9 @@ class Interpreter(Calls):
         if CONTAINER in old.kinds:
             for region in old.regions:
                 state.put(
-                    region, REST, joined([self.element(other, state, frame, node), *self.items(old, state)])
+                    region,
+                    REST,
+                    joined([self.element(other, state, frame, node), *self.pairs_of(other, state)]),
                 )
             new = join(new, container(old.regions))
         if old.kinds & {ANY, KNOWN, FUNCTION}:
@@ -154,6 +156,10 @@ class Interpreter(Calls):
                     state.names.pop((self.scope(part.id, frame).number, part.id), None)
                 elif isinstance(part, (ast.Attribute, ast.Subscript)):
                     owner = self.evaluate(part.value, state, frame)
+                    if isinstance(part, ast.Subscript):
+                        self.evaluate(part.slice, state, frame)
+                    for region in owner.regions if isinstance(part, ast.Subscript) else ():
+                        self._loosen(region, state)
                     if isinstance(part, ast.Attribute):
                         self.stored_attribute(owner, part.attr, anything({OUTSIDE}), state, frame, node)
                     elif ANY in owner.kinds:
@@ -339,7 +345,9 @@ class Interpreter(Calls):
         for item in node.items:
             with self.in_with():
                 manager = self.evaluate(item.context_expr, state, frame)
-            value = anything({self.region(item.context_expr, frame)})
+            value = anything({*manager.regions, self.region(item.context_expr, frame)})
+            if frame.yielded is not None:
+                self.context(item.context_expr, "is entered by a generator, which may be left inside of it")
             if not is_harmless_manager(manager):
                 harmless = False
                 value = self.unknown(item.context_expr, state, [manager], "is entered", frame)
@@ -364,6 +372,10 @@ class Interpreter(Calls):
         seen: list[State | None] = [state.copy()]
         exits: list[State | None] = [None]
         outer_exit, frame.exit = frame.exit, None
+        loop = frame.loops[-1] if frame.loops and node.finalbody else None
+        if loop is not None:
+            outer_jumps = loop.breaks, loop.continues
+            loop.breaks = loop.continues = None
         if node.finalbody:
             frame.tries.append(exits)
         frame.tries.append(seen)
@@ -389,6 +401,10 @@ class Interpreter(Calls):
                 after = self.block(node.finalbody, unwinding.copy(), frame)
                 returned = after if returned is not None else None
             end = self.block(node.finalbody, end, frame) if end is not None else None
+            if loop is not None:
+                jumps = [self.block(node.finalbody, at, frame) for at in (loop.breaks, loop.continues)]
+                loop.breaks = meet(outer_jumps[0], jumps[0], (id(node), frame.number, "break"))
+                loop.continues = meet(outer_jumps[1], jumps[1], (id(node), frame.number, "continue"))
             frame.exit = meet(frame.exit, returned, (id(node), frame.number, "left"))
         frame.exit = meet(outer_exit, frame.exit, (id(node), frame.number, "exit"))
         return end
@@ -444,10 +460,12 @@ class Interpreter(Calls):
         root = frame
         while root.outer is not None:
             root = root.outer
-        if name in root.cells:
-            return self.value_of(root.cells[name], name)
-        if name in root.globals:
-            return self.value_of(root.globals[name], name, home=root.globals)
+        for names in (root.cells, root.globals):
+            if name in names:
+                value = self.value_of(names[name], name, home=root.globals)
+                if name in self.volatile or (names[name] is None and on("attributes")):
+                    value = join(value, anything({OUTSIDE}))  # until other code stores something there
+                return value
         if hasattr(builtins, name):
             return self.value_of(getattr(builtins, name), name)
         return anything({OUTSIDE})
@@ -509,6 +527,8 @@ class Interpreter(Calls):
         if found is None:
             return self.unknown(node, state, [], f"a {type(node).__name__}", frame)
         value = found(node, state, frame)
+        if OUTSIDE in value.regions and state.escaped and on("escapes"):
+            value = replace(value, regions=value.regions | state.escaped)
         if frame.is_forward:
             value = self.hinted(node, value)
             self.noted(node, value)
@@ -521,6 +541,8 @@ class Interpreter(Calls):
         for part in node.values:
             if isinstance(part, ast.FormattedValue):
                 value = self.evaluate(part.value, state, frame)
+                if part.format_spec is not None:
+                    self.evaluate(part.format_spec, state, frame)
                 if self.is_strange(value, state):
                     self.unknown(part, state, [value], "is written out as text", frame)
         return PLAIN_VALUE
@@ -575,6 +597,8 @@ class Interpreter(Calls):
                 continue
             found = self.evaluate(key, state, frame)
             state.put(region, _key(found), self.evaluate(item, state, frame))
+            if not found.is_plain:
+                state.put(region, REST, found)
         return container({region})
 
     def of_BinOp(self, node: ast.BinOp, state: State, frame: Frame) -> Value:
@@ -625,6 +649,8 @@ class Interpreter(Calls):
         if all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
             return PLAIN_VALUE
         if all(isinstance(op, (ast.In, ast.NotIn)) for op in node.ops):
+            for value in values:
+                self.consume(value, node, state)
             if any(self.is_strange(value, state) for value in values):
                 self.unknown(node, state, values, "asks what may run code whether it holds something", frame)
             return PLAIN_VALUE
@@ -713,6 +739,7 @@ class Interpreter(Calls):
             for key, item in self.keyed_items(value, state):
                 if isinstance(key, str) and key != REST:
                     found.keywords[key] = item
+                    found.maybe.add(key)
                 else:
                     found.named = item if found.named is None else join(found.named, item)
             if value.regions - frozenset(r for r in value.regions if r.kind == "new"):
@@ -763,6 +790,9 @@ class Interpreter(Calls):
             state.put(region, REST, value)
         if isinstance(node, ast.GeneratorExp):
             self.delay(region, effects)
+            self.behind[region] = (node, frame)
+            for source in first.regions:
+                state.put(region, REST, anything({source}))
         return container({region})
 
     def of_Yield(self, node: ast.Yield | ast.YieldFrom | ast.Await, state: State, frame: Frame) -> Value:
@@ -782,9 +812,14 @@ class Interpreter(Calls):
     # -- nested functions -------------------------------------------------------------------------
 
     def closure(self, node: Any, state: State, frame: Frame) -> Value:
-        for default in (*node.args.defaults, *(d for d in node.args.kw_defaults if d is not None)):
-            self.evaluate(default, state, frame)
         region = self.region(node, frame)
+        positional = [*node.args.posonlyargs, *node.args.args]
+        pairs = list(zip(reversed(positional), reversed(node.args.defaults), strict=False))
+        pairs += [
+            p for p in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if p[1] is not None
+        ]
+        for parameter, default in pairs:
+            state.put(region, ("default", parameter.arg), self.evaluate(default, state, frame))
         self.closures[region] = (node, frame)
         at: Frame | None = frame
         while at is not None:
@@ -806,7 +841,7 @@ def _replace(state: State, new: State | None) -> None:
 
 
 def _key(value: Value) -> Hashable:
-    if value.is_plain and type(value.constant) in (int, str, bool):
+    if value.is_plain and value.fixed and not value.settings and type(value.constant) in (int, str):
         return value.constant
     return REST
 

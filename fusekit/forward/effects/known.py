@@ -275,8 +275,8 @@ def is_harmless(function: Any) -> bool:
         return True
     if home in ("torch.compiler", "torch._jit_internal", "torch.jit", "torch._dynamo.decorators"):
         return name.startswith("is_") or name in ("graph_break", "mark_static")
-    if name.startswith("is_") and home.startswith("torch") and not isinstance(function, type):
-        return isinstance(function, types.BuiltinFunctionType)
+    if name.startswith(("is_", "_is_", "_get_", "_log_api_usage")) and not isinstance(function, type):
+        return isinstance(function, types.BuiltinFunctionType) and (home.startswith("torch") or not home)
     return any(function is one for one in (torch.is_grad_enabled, torch.manual_seed, torch.seed))
 
 
