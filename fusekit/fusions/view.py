@@ -6,23 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType
-from typing import Any
 
-import torch
 import torch.nn as nn
 from torch import fx
 
 from fusekit.errors import FusekitError
 from fusekit.forward import ForwardSource, Span, block_chain, text_at
-from fusekit.forward.effects import Effects, effects_of
+from fusekit.forward.effects import Effects
 from fusekit.forward.reads import DYNAMIC, MISSING, module_attribute
 from fusekit.forward.rewriting import Block, blocks_of
 from fusekit.forward.span import lines_of
 from fusekit.tracing import Trace
+from fusekit.tracing.effects import UNEVALUATED, effects_of_trace, expressions_of
 from fusekit.tracing.instrument import captured_names
-
-# Nodes whose spans say where a value is named: nothing is evaluated for them.
-UNEVALUATED = frozenset({"placeholder", "get_attr", "output"})
 
 
 @dataclass
@@ -37,11 +33,7 @@ class ForwardView:
     freed: set[str] = field(default_factory=set)  # parts that a refused fusion leaves to another one
 
     def __post_init__(self) -> None:
-        for node in ast.walk(self.source.tree):
-            if isinstance(node, ast.expr):
-                self._expressions.setdefault(Span.of(node), node)
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    self._expressions.setdefault(_method_call_span(node, node.func), node)
+        self._expressions.update(expressions_of(self.source.tree))
 
     def expression(self, node: fx.Node) -> ast.expr | None:
         """The expression of the source that made `node`, itself and not a helper that it called."""
@@ -93,22 +85,7 @@ class ForwardView:
     @cached_property
     def effects(self) -> Effects:
         """What the forward may write, and which of its values may share storage, on every way."""
-        given: dict[str, Any] = {}
-        try:
-            args, kwargs = self.trace.inputs
-            signature = inspect.signature(self.source.function)
-            given = dict(signature.bind_partial(self.module, *args, **kwargs).arguments)
-        except (TypeError, ValueError):
-            pass
-
-        def is_tensor(node: ast.AST) -> bool:
-            nodes = self.nodes_at.get(node, ())  # type: ignore[call-overload]
-            return any(
-                isinstance(one.meta.get("val"), torch.Tensor) and self.expression(one) is node
-                for one in nodes
-            )
-
-        return effects_of(self.source, self.module, given, is_tensor)
+        return effects_of_trace(self.trace, self.module, self.source)
 
     @cached_property
     def paths(self) -> dict[int, str]:
@@ -319,16 +296,6 @@ def line_of(node: fx.Node | None) -> int | None:
     """The line of the forward during which `node` was made, None where that is not known."""
     span = node.meta.get("span") if node is not None else None
     return span.line if span is not None else None
-
-
-def _method_call_span(call: ast.Call, function: ast.Attribute) -> Span:
-    """Where the bytecode of a method call says it starts when the chain runs over several lines."""
-    span = Span.of(call)
-    assert function.end_lineno is not None and function.end_col_offset is not None
-    if function.lineno == function.end_lineno:
-        return span
-    start = function.end_col_offset - len(function.attr.encode())
-    return Span(function.end_lineno, start, span.end_line, span.end_column)
 
 
 SCOPES = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -52,3 +52,32 @@ def test_the_source_marks_its_writes_and_steps(samples, read):
     html = display.html(samples["aliasing"])
     source = samples["aliasing"].source
     assert f"w {source.line + 3}" in html and f"= {source.line + 2}" in html
+
+
+def test_an_arm_that_did_not_run_says_why(read):
+    step = Evidence(
+        7, "x.view(-1)", "view", None, "aten::view returns a view of its input", "`flag` was false"
+    )
+    some = report(
+        [AliasSet(("x", "y"), (step,))], [Write(8, "y.mul_(2)", ("x", "y"), None, "writes in place")]
+    )
+    text = display.text(some)
+    assert "line 7: x.view(-1): aten::view returns a view of its input  not run: `flag` was false" in text
+    assert "not run: `flag` was false" in read(display.html(some)).text
+    assert "writes in place" in read(display.html(some)).text
+
+
+def test_what_may_be_written_stands_apart_from_what_is(read):
+    sure = Write(3, "x.mul_(2)", ("x",), True)
+    unsure = Write(4, "helper(y)", ("y",), None, "calls what cannot be read", False, ("outside",))
+    text = display.text(report(writes=[sure, unsure]))
+    assert "1 write, 1 more place may" in text and "y, (outside)" in text
+    text = display.text(report(writes=[unsure]))
+    assert "writes nothing for certain, 1 more place may" in text
+    assert "Writes nothing for certain." in read(display.html(report(writes=[unsure]))).text
+
+
+def test_a_forward_that_was_not_followed_says_that_there_may_be_more(read):
+    some = report(failed="it uses eval()", notes=("A note.",))
+    for text in (display.text(some), read(display.html(some)).text):
+        assert "could not be followed to its end: it uses eval()" in text and "A note." in text

@@ -30,6 +30,23 @@ PROMISES = {
         "121 sites (61 rms_norm, 30 qkv, 30 glu) reverted",
         "30 sites (30 glu)",  # of the magic
     ],
+    "02_aliasing": [
+        "q differs by 0.00",
+        "k differs by",
+        "line 27: x.view(-1): aten::view returns a view of its input",
+        "(read in line 26, written in line 28, read in line 29)",
+        "-> fused, and the same numbers",
+        "InAContainer: cannot fuse columns: x is written between the parts",
+        "t *= by writes in place in scaled",
+        "in ReLU.forward",
+        "Activated: 1 site (1 columns), 0 refusals",
+        "two tensors: 0.00, one tensor twice:",
+        "what was there before the forward shared storage in this run",
+        "not run: `halve` was false",
+        "writes nothing for certain, 1 more place may",
+        "false alarm",
+        "missed",
+    ],
     "07_own_fusion": [
         "TimesFmModelForPrediction: 2 sites (2 linear_add), 0 refusals, nothing applied",
         "+        return linear_plus_linear(hidden, x, self.output_layer, self.residual_layer)",
