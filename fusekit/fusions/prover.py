@@ -260,7 +260,8 @@ def _weights_stay(view: ForwardView, weights: frozenset[Region], places: frozens
         for effect in effects:
             laid = effect.kind == "write" and bool(effect.regions & weights)
             laid = laid and ("changes the tensor" in effect.why or "set_" in effect.why)
-            if laid or (effect.kind == "store" and effect.stored in places):
+            owner = effect.stored[0] if effect.stored else 0
+            if laid or (effect.kind == "store" and {effect.stored, (owner, "*")} & places):
                 why = f"the forward stores a weight of a part itself: {effect.why}"
                 raise Refused("input-may-be-written", why, getattr(node, "lineno", None))
 
@@ -426,8 +427,8 @@ class _Walk:
             if path is not None:
                 self.called.add(path)
         for owner, name in self.view.effects.settings.get(node, ()):
-            path = self.view.paths.get(owner)
-            if path is not None and name != "training":  # the analysis is made for either mode
+            path = "" if owner == id(self.view.module) else self.view.paths.get(owner)
+            if path is not None:
                 self.settings.add((path, name))
 
     def _stores(self, node: ast.AST, names: set[str]) -> None:

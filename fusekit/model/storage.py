@@ -61,11 +61,13 @@ class MergedLinear:
         self._rows: tuple[Any, ...] = ()
         self._slots: tuple[Any, ...] = ()  # (modules, name, module) of each part and of what it is inside
         self._root: dict[str, Any] = {}
+        self._owner: Callable[[], nn.Module | None] = lambda: None
         self._is_tied_for_real = _real_check(self)
 
     def adopt(self, owner: nn.Module) -> None:
         """Take the parts of `owner` for the parts; nothing is laid out yet."""
         self._root = owner._modules  # not the owner: that would be a cycle, and its memory freed late
+        self._owner = weakref.ref(owner)
 
     # -- calling ------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class MergedLinear:
             if modules.get(name) is not module:
                 return False
         for path, name, value in self.settings:
-            found = getattr(self._part(path), name, None)
+            found = getattr(self._part(path) if path else self._owner(), name, None)
             if type(found) is not type(value) or found != value:
                 return False
         for part, weight, bias, *_ in self._rows:

@@ -124,6 +124,7 @@ class Calls:
         self.closures: dict[Region, tuple[Any, Frame]] = {}
         self.delayed: dict[Region, dict[Effect, None]] = {}
         self.behind: dict[Region, tuple[Any, Frame]] = {}  # the generator whose body is delayed
+        self.globals: dict[tuple[int, str], Value] = {}  # what the forward, or what it calls, stores there
         self.shared: dict[Region, frozenset[Region]] = {}  # what lies in tensors of the module since
         self.of_tensors: set[Region] = set()  # storage that operators have made: it holds nothing
         self.volatile: set[str] = set()
@@ -427,13 +428,16 @@ class Calls:
             return self.unknown(node, state, [own], "is computed by code", frame)
         if found is MISSING:
             return anything({OUTSIDE})
+        if isinstance(found, torch.Tensor) and state.escaped and on("escapes"):
+            # Code that was not read may have put there what it was given.
+            return tensor(self.value_of(found, name).regions | state.escaped)
         home = vars(one) if isinstance(one, types.ModuleType) else None
         value = self.value_of(found, name, home, fixed=owned)
         if on("attributes") and name in self.restored:
             value = join(value, self.restored[name])  # an earlier call of this very forward has stored it
         if on("attributes") and found is None and not owned and not isinstance(one, types.ModuleType):
             value = replace(join(value, anything({OUTSIDE})), constant=None)  # until other code sets it
-        if owned and value.fixed:
+        if (owned and value.fixed) or (found is None and isinstance(one, nn.Module)):
             value = replace(value, settings=frozenset({(id(one), name)}))
         return value
 
@@ -745,6 +749,7 @@ class Calls:
         for value in arguments.all():
             self.consume(value, node, state)
         if called.constant is None and PLAIN in called.kinds:
+            self.decides(called, node)
             return found  # what is not there cannot be called
         for one in called.objects if KNOWN in called.kinds else ():
             found = join(found, self.object(one, arguments, node, state, frame))
@@ -919,6 +924,8 @@ class Calls:
             for one in known:
                 self.effect(node, Effect("store", NOWHERE, f"{_text(node)} stores", (id(one), "[]")))
 
+        if name == "keys":  # tensors too can be keys
+            return self.listed(node, [PLAIN_VALUE, *self.all_items(own, state)], state, frame)
         if name in ("append", "appendleft", "add", "insert"):
             for region in regions:
                 self._loosen(region, state)
@@ -953,7 +960,6 @@ class Calls:
                 found = self.listed(node, [found, PLAIN_VALUE], state, frame)
             return join(found, PLAIN_VALUE) if name == "get" and len(given) < 2 else found
         if name in (
-            "keys",
             "index",
             "count",
             "__len__",
@@ -1248,7 +1254,12 @@ class Calls:
                     end = self._behind_call(end, inner)
             if is_generator:
                 result = self.listed(node, inner.yielded or [], end or state, inner)
-                self.delay(next(iter(result.regions)), effects)
+                made = next(iter(result.regions))
+                self.delay(made, effects)
+                for value in arguments.all():
+                    (end or state).put(made, REST, value)
+                if inner.outer is not None:
+                    self.behind[made] = (tree, inner.outer)
         except _Unreadable as error:
             if anchor is not None:
                 raise
@@ -1373,7 +1384,7 @@ class Calls:
     def _gather(self, name: str, arguments: Arguments, node: ast.Call, state: State, frame: "Frame") -> Value:
         elements = []
         for value in arguments.positional + ([arguments.rest] if arguments.rest is not None else []):
-            if name in ("list", "tuple", "iter") and self.exact_items(value, state) is not None:
+            if name in ("list", "tuple") and self.exact_items(value, state) is not None:
                 region = self.region(node, frame)
                 items = self.exact_items(value, state) or []
                 state.heap[region] = dict(enumerate(items))
@@ -1414,6 +1425,8 @@ class Calls:
         made = self.listed(node, elements if name == "filter" else [found], state, frame)
         for region in made.regions:
             self.delay(region, effects)
+            for value in arguments.positional:
+                state.put(region, REST, anything(value.regions))
         return container(made.regions.union(*(value.regions for value in arguments.positional[1:])))
 
     def _by_name(

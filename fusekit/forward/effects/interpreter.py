@@ -136,6 +136,7 @@ class Interpreter(Calls):
             new = join(new, tensor({self.region(node, frame)}))
         if CONTAINER in old.kinds:
             for region in old.regions:
+                self._loosen(region, state)
                 state.put(
                     region,
                     REST,
@@ -463,7 +464,14 @@ class Interpreter(Calls):
         for names in (root.cells, root.globals):
             if name in names:
                 value = self.value_of(names[name], name, home=root.globals)
-                if name in self.volatile or (names[name] is None and on("attributes")):
+                stored = self.globals.get((id(root.globals), name))
+                if stored is not None:
+                    value = join(value, stored)
+                if (
+                    name in self.volatile
+                    or name in self.restored
+                    or (names[name] is None and on("attributes"))
+                ):
                     value = join(value, anything({OUTSIDE}))  # until other code stores something there
                 return value
         if hasattr(builtins, name):
@@ -474,6 +482,9 @@ class Interpreter(Calls):
         scope = self.scope(name, frame)
         if name not in scope.local:  # a global: others may read and store it
             self.escape(value, state)
+            key = (id(scope.globals), name)
+            self.globals[key] = join(self.globals.get(key, BOTTOM), value.without_token())
+            self.left[name] = anything({OUTSIDE})
             return
         key = (scope.number, name)
         if value.token is None:
