@@ -90,6 +90,7 @@ def _proven(
         )
     if not walk.sure:
         raise _in_different("different-branches", "branches", view, list(wanted))
+    _weights_stay(view, guarded)
     called, settings = frozenset(walk.called), tuple(sorted(walk.settings))
     return Proof(statements[0], called, settings, frozenset(walk.in_arms)), walk
 
@@ -133,7 +134,6 @@ class _Guarded:
             if node.op == "call_module":
                 places |= _places(view, str(node.target))
                 weights |= _weights(view.submodule(str(node.target)))
-        _weights_stay(view, frozenset(weights), frozenset(places))
         one = len(tokens) == 1 and None not in tokens
         return cls(
             view,
@@ -254,14 +254,14 @@ def _weights(module: nn.Module | None) -> set[Region]:
     return found
 
 
-def _weights_stay(view: ForwardView, weights: frozenset[Region], places: frozenset[tuple[int, str]]) -> None:
+def _weights_stay(view: ForwardView, guarded: _Guarded) -> None:
     """Refuse where the forward itself lays a part's weight elsewhere: what lies there may be written."""
     for node, effects in view.effects.found.items() if on("weights") else ():
         for effect in effects:
-            laid = effect.kind == "write" and bool(effect.regions & weights)
-            laid = laid and ("changes the tensor" in effect.why or "set_" in effect.why)
+            laid = effect.kind == "write" and bool(effect.regions & guarded.weights)
+            laid = laid and ("changes the tensor" in effect.why or "aten::set_)" in effect.why)
             owner = effect.stored[0] if effect.stored else 0
-            if laid or (effect.kind == "store" and {effect.stored, (owner, "*")} & places):
+            if laid or (effect.kind == "store" and {effect.stored, (owner, "*")} & guarded.places):
                 why = f"the forward stores a weight of a part itself: {effect.why}"
                 raise Refused("input-may-be-written", why, getattr(node, "lineno", None))
 

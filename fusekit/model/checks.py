@@ -129,9 +129,12 @@ def _state_behind(module: nn.Module, objection: Objection) -> Found:
         if sharded:
             why = _sharded(sharded[0]) if sharded[0] else "its weights are shared out over several processes"
             return "sharded", f"{why} ({objection.message})"
-    children = dict(module.named_modules()) if objection.reason in ("module-escapes", "trace-stopped") else {}
+    children = dict(module.named_modules())
     for path in objection.parts:
         part = children.get(path)
+        if part is not None and "parametrizations" in part._modules:
+            why = f"the weight of {path} is computed by a parametrization; remove it first"
+            return "parametrized", why
         if not isinstance(part, nn.Linear):
             continue
         weight = part._parameters.get("weight")

@@ -642,7 +642,19 @@ class IfBetween(Gated):
         return self.down(g * u)
 
 
-@pytest.mark.parametrize("cls", [WrittenBeforeTheProduct, CastBetween, IfBetween])
+@pytest.mark.parametrize("wide", [False, True])
+def test_an_if_between_leaves_the_factors_alone(wide):
+    module, x = IfBetween(), torch.randn(3, 8)
+    if wide:
+        module.down = nn.Identity()
+    unfused = copy.deepcopy(module)
+    plan = fk.plan(module)
+    assert "glu" in [site.fusion for site in plan.sites]
+    plan.apply()
+    torch.testing.assert_close(module(x, wide), unfused(x, wide))
+
+
+@pytest.mark.parametrize("cls", [WrittenBeforeTheProduct, CastBetween])
 def test_what_comes_between_the_activation_and_the_product_refuses_the_move(cls):
     module, x = cls(), torch.randn(3, 8)
     want = module(x)

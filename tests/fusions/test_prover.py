@@ -956,6 +956,17 @@ class AsksATensor(Settings):
         return q, self.k(x)
 
 
+@pytest.mark.parametrize("mask", [None, True, torch.ones(1)])
+def test_an_argument_may_be_asked_for_its_truth(mask):
+    unfused = AsksATensor()
+    fused = copy.deepcopy(unfused)
+    fk.fuse(fused)
+    assert [site.parts for site in fk.plan(fused).applied] == [("q", "k")]
+    x = torch.randn(2, 8)
+    for wanted, found in zip(unfused(x, mask), fused(x, mask), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize(
     "cls, reason, text",
     [
@@ -968,7 +979,6 @@ class AsksATensor(Settings):
         (WithInAnArm, "different-context", "return self.k"),
         (LoopInAnArm, "called-twice", "q = self.q(x)"),
         (RaisesFirst, "different-branches", "raise ValueError"),
-        (AsksATensor, "input-may-be-written", "if mask:"),
     ],
 )
 def test_branches_are_refused(cls, reason, text):
