@@ -47,7 +47,13 @@ def test_the_saved_tour_reads_well(open_notebook, shot, theme, trusted):
     outputs = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
     outputs.first.wait_for()
     kind = f"{theme}-{'trusted' if trusted else 'untrusted'}"
-    for words in ("deprecate_kwarg", "share with no other", "121 sites", "lines new", "float64 allows"):
+    for words in (
+        "deprecate_kwarg",
+        "names that may share storage",
+        "121 sites",
+        "lines new",
+        "float64 allows",
+    ):
         shot(outputs.filter(has_text=words).first, f"{kind}-{words.replace(' ', '-')}")
     assert outputs.get_by_text("LlamaAttention").count() > 0
     assert outputs.locator("table").count() >= 5
