@@ -808,6 +808,9 @@ class Calls:
         self, receiver: Value, name: str, arguments: Arguments, node: ast.AST, state: State, frame: "Frame"
     ) -> Value:
         own = tensor(receiver.regions)
+        if not hasattr(torch.Tensor, name):
+            values = [own, *arguments.all()]
+            return self.unknown(node, state, values, "calls a method that tensors do not have", frame)
         if name == "__getitem__" and arguments.positional:
             return self.item(own, arguments.positional[0], state, frame, node)
         strange = [value for value in arguments.all() if self.overrides(value)]

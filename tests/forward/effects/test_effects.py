@@ -129,7 +129,7 @@ LIES_IN = [
     # assignments
     ("h = w = x\nreturn w", "x"),
     ("h, w = x, y\nreturn w", "y"),
-    ("h, *w = x, y, n\nreturn w[0]", "x, y"),
+    ("h, *w = x, y, n\nreturn w[0]", "n, x, y"),
     ("a, (b, c) = 1, (x, y)\nreturn c", "y"),
     ("(h := x)\nreturn h", "x"),
     ("h: torch.Tensor = y\nreturn h", "y"),
@@ -158,8 +158,8 @@ LIES_IN = [
     ("if True:\n    h = x\nelse:\n    h = y\nreturn h", "x"),
     ("h = x\nwhile n:\n    h = y\n    break\nelse:\n    h = x\nreturn h", "x, y"),
     ("for h in (x, y):\n    pass\nreturn h", "x, y"),
-    ("for i, h in enumerate([x]):\n    pass\nreturn h", "x"),
-    ("for h, w in zip([x], [y]):\n    pass\nreturn w", "y"),
+    ("for i, h in enumerate([x]):\n    pass\nreturn h", "a pair, x"),
+    ("for h, w in zip([x], [y]):\n    pass\nreturn w", "a pair, x, y"),
     ("h = x + 1\nfor _ in range(3):\n    w = h\n    h = x\nreturn w", f"x, {NEW}"),
     ("h = x\ntry:\n    h = y\nexcept ValueError:\n    pass\nreturn h", "x, y"),
     ("try:\n    h = x\nfinally:\n    h = y\nreturn h", "y"),
@@ -223,7 +223,7 @@ EFFECTS = [
      {"self.norm(x): write num_batches_tracked", "self.norm(x): write running_mean, running_var"}),
     # assignments
     ("h = x\nh += 1", {"h += 1: write x"}),
-    ("n += 1", set()),
+    ("n += 1", {"n += 1: write n"}),
     ("x[0] = y", {"x[0]: write x"}),
     ("h = [x]\nh[0] = y", set()),
     ("h = [x]\nh[0] += 1", {"h[0] += 1: write x"}),
@@ -265,9 +265,23 @@ EFFECTS = [
     ("x.apply_(lambda a: y.mul_(2))",
      {"x.apply_(lambda a: y.mul_(2)): write x", "x.apply_(lambda a: y.mul_(2)): write y"}),
     # generators: where they are made, as nothing is known of how they are consumed, and where they are
-    ("h = once(x)\nfor _ in h:\n    pass", {"once(x): write x", "h: write x"}),
-    ("h = (x.mul_(2) for _ in range(2))\nlist(h)", {"x.mul_(2): write x", "list(h): write x"}),
-    ("h = map(double, [x])\nlist(h)", {"map(double, [x]): write x", "list(h): write x"}),
+    (
+        "h = once(x)\nfor _ in h:\n    pass",
+        {"once(x): write x", "h: write x", "h: may write once(x), t.mul_(2), x"},
+    ),
+    (
+        "h = (x.mul_(2) for _ in range(2))\nlist(h)",
+        {
+            "x.mul_(2): write x",
+            "list(h): write x",
+            "list(h): may write (x.mul_(2) for _ in range(2)), x, x.mul_(2)",
+        },
+    ),
+    ("h = map(double, [x])\nlist(h)", {
+            "map(double, [x]): write x",
+            "list(h): write x",
+            "list(h): may write [x], map(double, [x]), t.mul_(2), x",
+        }),
     # what is not known
     ("unread(x)", {"unread(x): may write outside, x"}),
     ("unread()\nh = x + 1", {"unread(): may write outside"}),
@@ -275,7 +289,7 @@ EFFECTS = [
      {"SHELF.append(h): store []", f"unread(): may write outside, {NEW}"}),
     ("def f():\n    x.mul_(2)\nunread(f)",
      {"unread(f): write x", "unread(f): may write def f(): x.mul_(2), outside, x"}),
-    ("z + 1", {"z + 1: may write outside, z"}),
+    ("z + 1", set()),
     ("kwargs['a'].mul_(2)", {"kwargs['a'].mul_(2): may write kwargs, outside"}),
     ("setattr(self, 'k' + str(n), None)",
      {"setattr(self, 'k' + str(n), None): may write outside, self",
