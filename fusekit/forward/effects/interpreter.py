@@ -485,6 +485,8 @@ class Interpreter(Calls):
             key = (id(scope.globals), name)
             self.globals[key] = join(self.globals.get(key, BOTTOM), value.without_token())
             self.left[name] = anything({OUTSIDE})
+            if frame.is_forward:
+                self.stored_name(node, name, value)
             return
         key = (scope.number, name)
         if value.token is None:
