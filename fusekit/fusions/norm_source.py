@@ -242,9 +242,6 @@ class Frame(Reading):
                 return None
         return super()._call(call, nodes)
 
-    def _is_same_kind(self, name: str) -> bool:
-        return True  # each way of an `if` is read by itself, with the trace that went it
-
     def _is_activation_table(self, expression: ast.Subscript) -> bool:
         """Whether it is an entry of Transformers' table of activations, which makes the module anew."""
         table = global_value(self.view, expression.value)

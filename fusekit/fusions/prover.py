@@ -24,7 +24,7 @@ from fusekit.forward.names import FUNCTIONS, rebound_names
 from fusekit.forward.reads import SEES_NAMES, attribute_chain
 from fusekit.forward.rewriting import blocks_of
 from fusekit.fusions.match import Refused
-from fusekit.fusions.view import UNEVALUATED, Block, ForwardView, evaluation, line_of
+from fusekit.fusions.view import UNEVALUATED, Block, ForwardView, evaluation, line_of, stored_by
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _proven(
     view: ForwardView, wanted: dict[ast.expr, fx.Node], inputs: frozenset[str], arms: bool
 ) -> tuple[Proof, "_Walk"]:
     statements = _region(view, list(wanted), arms)
-    _sees_no_names(view)
+    _looks_at_itself(view)
     if view.effects.failed is not None:
         raise Refused("input-may-be-written", view.effects.failed, statements[0].lineno)
     guarded = _Guarded.of(view, wanted, inputs)
@@ -154,10 +154,7 @@ class _Guarded:
             why = f"{effect.why} between the parts, which may change the grad mode or autocast"
             raise Refused("different-context", why, line)
         if effect.kind == "store":
-            owner, attribute = effect.stored or (0, "")
-            hit = bool({(owner, attribute), (owner, "[]"), (owner, "*")} & self.places)
-            hit |= attribute == "*" and any(owner == one for one, _ in self.places)
-            if hit and on("weights"):
+            if self.is_replaced_by(effect) and on("weights"):
                 raise Refused("input-written", f"a part is replaced between the parts: {effect.why}", line)
             return
         if touches(effect.regions, self.read) is None:
@@ -174,6 +171,13 @@ class _Guarded:
             why = f"between the parts {effect.why}: it is not known to leave their input alone"
             raise Refused("input-may-be-written", why, line)
         raise Refused("input-written", self._story(node, effect), line)
+
+    def is_replaced_by(self, effect: Effect) -> bool:
+        """Whether a store puts something else in the place of a part or a weight of one."""
+        owner, attribute = effect.stored or (0, "")
+        if attribute == "*":
+            return any(owner == one for one, _ in self.places)
+        return bool({(owner, attribute), (owner, "[]"), (owner, "*")} & self.places)
 
     def _story(self, node: ast.AST, effect: Effect) -> str:
         """The three lines that decide: a read, the write, another read; and how the one reaches the other."""
@@ -258,25 +262,19 @@ def _weights_stay(view: ForwardView, guarded: _Guarded) -> None:
     """Refuse where the forward itself lays a part's weight elsewhere: what lies there may be written."""
     for node, effects in view.effects.found.items() if on("weights") else ():
         for effect in effects:
-            laid = effect.kind == "write" and bool(effect.regions & guarded.weights)
-            laid = laid and ("changes the tensor" in effect.why or "aten::set_)" in effect.why)
-            owner = effect.stored[0] if effect.stored else 0
-            if laid or (effect.kind == "store" and {effect.stored, (owner, "*")} & guarded.places):
+            laid = effect.lays and bool(effect.regions & guarded.weights)
+            if laid or (effect.kind == "store" and guarded.is_replaced_by(effect)):
                 why = f"the forward stores a weight of a part itself: {effect.why}"
                 raise Refused("input-may-be-written", why, getattr(node, "lineno", None))
 
 
-def _sees_no_names(view: ForwardView) -> None:
+def _looks_at_itself(view: ForwardView) -> None:
+    """Refuse where the forward could tell a rewrite by more than its values."""
     if type(view.module).__getattribute__ is not object.__getattribute__:
         why = "the module finds its attributes by a __getattribute__ of its own"
         raise Refused("module-escapes", why, view.source.tree.lineno)
-    takes = {node.attr for node in ast.walk(view.source.tree) if isinstance(node, ast.Attribute)}
-    if takes & {"backward", "grad"} and any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("backward", "grad")
-        for node in ast.walk(view.source.tree)
-    ):
+    called = {node.attr for node in view.called if isinstance(node, ast.Attribute)}
+    if called & {"backward", "grad"}:
         why = "the forward takes gradients itself: the parts would share one graph"
         raise Refused("module-escapes", why, view.source.tree.lineno)
     seen = sorted(SEES_NAMES & view.names)
@@ -315,7 +313,7 @@ class _Walk:
                     return True
                 continue
             if not inside:
-                self._whole(statement, tests)
+                self._whole(statement)
                 continue
             if tests and isinstance(statement, ast.Return) and len(inside) < len(self.left):
                 raise self._ending(statement)
@@ -324,10 +322,10 @@ class _Walk:
             self._one(statement)
             for inner in blocks_of(statement):
                 for one in inner:
-                    self._whole(one, tests)
+                    self._whole(one)
         return False
 
-    def _whole(self, statement: ast.stmt, tests: tuple[ast.expr, ...]) -> None:
+    def _whole(self, statement: ast.stmt) -> None:
         """A statement between the parts, with all that stands in it."""
         leaves = self._leaves(statement)
         if leaves is not None:
@@ -336,7 +334,7 @@ class _Walk:
             self._one(node)
         stored = rebound_names([statement])
         for node in ast.walk(statement):
-            self._stores(node, stored & _stored_by(node))
+            self._stores(node, stored & stored_by(node))
 
     def _ending(self, statement: ast.stmt) -> Refused:
         return Refused(
@@ -398,11 +396,8 @@ class _Walk:
         for expression, conditional in evaluation(node):
             if expression not in self.guarded.wanted:
                 self._one(expression)
-                if isinstance(expression, ast.Name) and not isinstance(expression.ctx, ast.Load):
-                    self._stores(expression, {expression.id})
-                elif isinstance(expression, ast.NamedExpr):
-                    self._stores(expression, {expression.target.id})
-                elif isinstance(expression, COMPREHENSIONS):
+                self._stores(expression, stored_by(expression))
+                if isinstance(expression, COMPREHENSIONS):
                     self._stores(expression, rebound_names([ast.Expr(expression)]))
                     for inner in ast.walk(expression):
                         self._one(inner)
@@ -446,19 +441,6 @@ class _Walk:
                 f"{name} is stored again between the parts: {view.short(statement)}",
                 getattr(node, "lineno", None),
             )
-
-
-def _stored_by(node: ast.AST) -> set[str]:
-    """The names that a node stores itself."""
-    if isinstance(node, ast.Name):
-        return set() if isinstance(node.ctx, ast.Load) else {node.id}
-    if isinstance(node, ast.alias):
-        return {node.asname or node.name.partition(".")[0]}
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
-        return {node.name} if node.name else set()
-    if isinstance(node, (ast.MatchAs, ast.MatchStar)):
-        return {node.name} if node.name else set()
-    return {node.rest} if isinstance(node, ast.MatchMapping) and node.rest else set()
 
 
 # What `evaluation` gives as one.
@@ -573,15 +555,11 @@ def _nothing_unseen(view: ForwardView, nodes: Sequence[fx.Node], walk: _Walk) ->
                 f"{node.name} runs between the parts, out of no expression there",
                 line_of(node) or view.source.line,
             )
-        if node.meta.get("written") and read & _storages(node.all_input_nodes) and _wrote(node, read):
+        written = [one for one in node.all_input_nodes if one.name in node.meta.get("written", ())]
+        if read & _storages(written):
             raise Refused(
                 "input-written", f"{node.name} was seen to write what the parts read", line_of(node)
             )
-
-
-def _wrote(node: fx.Node, read: set[int]) -> bool:
-    written = [one for one in node.all_input_nodes if one.name in node.meta["written"]]
-    return bool(_storages(written) & read)
 
 
 def _storages(nodes: Sequence[fx.Node]) -> set[int]:

@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch import fx
 
 from fusekit.forward import METADATA_ATTRS, Span, original_class
+from fusekit.forward.effects.known import looks_up_by_code
 from fusekit.forward.names import METADATA_CALLS
 from fusekit.forward.reads import DYNAMIC, MISSING, SEES_NAMES, attribute_chain, module_attribute
 from fusekit.fusions.helpers import SCALARS, Kind, method_of, result_of
@@ -358,9 +359,7 @@ def reads_plainly(module: nn.Module, chain: Iterable[str]) -> bool:
 
 def _computes(cls: type, name: str) -> bool:
     """Whether instances of `cls` find `name` by running code: a property, or a lookup of its own."""
-    lookup = inspect.getattr_static(cls, "__getattribute__")
-    known = getattr(lookup, "__module__", None) == "transformers.configuration_utils"  # renames, no more
-    if lookup is not object.__getattribute__ and not known:
+    if looks_up_by_code(cls):
         return True
     found = inspect.getattr_static(cls, name, MISSING)
     plain = (types.FunctionType, staticmethod, classmethod)

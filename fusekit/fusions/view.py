@@ -14,7 +14,7 @@ from fusekit.errors import FusekitError
 from fusekit.forward import ForwardSource, Span, block_chain, text_at
 from fusekit.forward.effects import Effects
 from fusekit.forward.reads import DYNAMIC, MISSING, module_attribute
-from fusekit.forward.rewriting import Block, blocks_of
+from fusekit.forward.rewriting import Block
 from fusekit.forward.span import lines_of
 from fusekit.tracing import Trace
 from fusekit.tracing.effects import UNEVALUATED, effects_of_trace, expressions_of
@@ -203,19 +203,6 @@ class ForwardView:
         """(line, value) of each statement that stores `name`; see `stores` and `assigned`."""
         return self._stores.get(name, [])
 
-    @cached_property
-    def branched(self) -> frozenset[str]:
-        """The names that some arm of an `if` stores: what they hold depends on the way taken."""
-        return frozenset(
-            name.id
-            for statement in ast.walk(self.source.tree)
-            if isinstance(statement, (ast.If, ast.Match))
-            for block in blocks_of(statement)
-            for inner in block
-            for name in ast.walk(inner)
-            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
-        )
-
     def assigned(self, name: str) -> list[ast.expr]:
         """The values assigned to `name`; none where it is stored in any other way too."""
         values = [value for _, value in self._stores.get(name, ())]
@@ -290,6 +277,13 @@ def _bound(node: ast.AST) -> set[str]:
     if isinstance(node, (ast.Global, ast.Nonlocal)):
         return set(node.names)
     return captured_names(node) if isinstance(node, ast.pattern) else set()
+
+
+def stored_by(node: ast.AST) -> set[str]:
+    """The names that a node stores itself, in whatever way."""
+    if isinstance(node, ast.Name):
+        return set() if isinstance(node.ctx, ast.Load) else {node.id}
+    return {node.target.id} if isinstance(node, ast.NamedExpr) else _bound(node)
 
 
 def line_of(node: fx.Node | None) -> int | None:

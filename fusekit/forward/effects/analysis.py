@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fusekit.forward.effects.calls import Effect, TooMuch, defaults_of, is_hooked, locals_of
+from fusekit.forward.effects.calls import Effect, TooMuch, defaults_of, locals_of
 from fusekit.forward.effects.interpreter import Frame, Interpreter
 from fusekit.forward.effects.known import cells_of
 from fusekit.forward.effects.rules import on
@@ -125,7 +125,7 @@ def _followed(
     """The effects where earlier calls have left `restored` in attributes, and what this call leaves there."""
     tree = source.tree
     function: FunctionType = source.chain[-1]
-    one = Interpreter(module, tree, is_tensor)
+    one = Interpreter(module, is_tensor)
     one.volatile, one.restored = _volatile(tree), restored
     frame = Frame(
         0,
@@ -243,4 +243,4 @@ def _value_given(parameter: ast.arg, example: Any, has_default: bool, default: A
     return anything({deep})
 
 
-__all__ = ["Effect", "Effects", "Stored", "effects_of", "is_hooked", "touches"]
+__all__ = ["Effect", "Effects", "Stored", "effects_of", "touches"]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
-from torch.nn.modules import module as torch_module
 
 from fusekit.forward.effects import known as objects
 from fusekit.forward.effects.rules import on
@@ -69,12 +68,16 @@ class _Unreadable(Exception):
 @dataclass(frozen=True)
 class Effect:
     """What evaluating a node may do to `regions`: `write`, `may write` (code that is not known does it),
-    `store` (an attribute of a known object) or `context` (the grad mode, autocast and the like change)."""
+    `store` (an attribute of a known object) or `context` (the grad mode, autocast and the like change).
+
+    `lays`: the tensor itself gets other storage or attributes, not only other numbers.
+    """
 
     kind: Kind
     regions: frozenset[Region]
     why: str
     stored: tuple[int, str] | None = None  # of a store: the id of the object, and the attribute
+    lays: bool = False
 
 
 @dataclass
@@ -118,8 +121,8 @@ class Super:
 class Calls:
     """The part of the interpreter that follows calls, attributes and items."""
 
-    def __init__(self, owner: nn.Module, tree: ast.FunctionDef, hints: Callable[[ast.AST], bool]):
-        self.owner, self.tree = owner, tree
+    def __init__(self, owner: nn.Module, hints: Callable[[ast.AST], bool]):
+        self.owner = owner
         self.is_hinted = hints
         self.closures: dict[Region, tuple[Any, Frame]] = {}
         self.delayed: dict[Region, dict[Effect, None]] = {}
@@ -135,6 +138,7 @@ class Calls:
         self.views: dict[ast.AST, str] = {}
         self.stores: dict[tuple[ast.AST, str], Value] = {}
         self.called: dict[ast.AST, dict[int, nn.Module]] = {}
+        self.alike: dict[int, list[nn.Module]] = {}  # modules for which another one is followed
         self.settings: dict[ast.AST, set[tuple[int, str]]] = {}
         self._anchor: ast.AST | None = None
         self._silent = 0
@@ -196,9 +200,9 @@ class Calls:
         if not self._silent:
             self.found.setdefault(self._anchor or node, {})[effect] = None
 
-    def write(self, node: ast.AST, regions: frozenset[Region], why: str) -> None:
+    def write(self, node: ast.AST, regions: frozenset[Region], why: str, lays: bool = False) -> None:
         if regions:
-            self.effect(node, Effect("write", regions, f"{_text(node)} {why}"))
+            self.effect(node, Effect("write", regions, f"{_text(node)} {why}", lays=lays))
 
     def context(self, node: ast.AST, why: str) -> None:
         if on("context"):
@@ -477,7 +481,7 @@ class Calls:
     ) -> None:
         if TENSOR in owner.kinds:
             if on("tensor-attributes"):
-                self.write(node, owner.regions, "changes the tensor")
+                self.write(node, owner.regions, "changes the tensor", lays=True)
                 for region in owner.regions:
                     state.put(region, name, value)
                 if name in ("data", "grad"):
@@ -606,13 +610,15 @@ class Calls:
 
     def any_of(self, values: list[Any]) -> Value:
         """One of these objects; of many that are alike, one stands for all."""
-        found, seen = BOTTOM, set()
+        found = BOTTOM
+        seen: dict[Hashable, nn.Module] = {}
         for value in values:
             if isinstance(value, nn.Module) and len(values) > 4:
-                shape = (type(value), module_shape(value), is_hooked(value))
-                if shape in seen:
+                shape = (type(value), module_shape(value), "forward" in value.__dict__)
+                known = seen.setdefault(shape, value)
+                if known is not value:
+                    self.alike.setdefault(id(known), []).append(value)
                     continue
-                seen.add(shape)
             found = join(found, self.value_of(value, "item", fixed=False))
         return found
 
@@ -882,7 +888,7 @@ class Calls:
                 written |= outs
             viewed |= outs
         if written:
-            self.write(node, frozenset(written), f"writes in place (aten::{name})")
+            self.write(node, frozenset(written), f"writes in place (aten::{name})", name == "set_")
         if viewed:
             kind = "may return" if signature is None or signature.views is None else "returns"
             self.seen_view(node, f"aten::{name} {kind} a view of its input")
@@ -1121,7 +1127,8 @@ class Calls:
     ) -> Value:
         """A call of a module: its forward. That no hooks run with it is asked of each instance."""
         if not self._silent:
-            self.called.setdefault(self._anchor or node, {})[id(one)] = one
+            called = self.called.setdefault(self._anchor or node, {})
+            called.update((id(each), each) for each in (one, *self.alike.get(id(one), ())))
         if not on("callees"):
             return tensor({self.region(node, frame)})
         cls = original_class(one)
@@ -1558,17 +1565,6 @@ def _is_torch(one: Any) -> bool:
 
 def _is_model_output(cls: type) -> bool:
     return any(base.__name__ == "ModelOutput" for base in cls.__mro__)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether calling a module runs hooks, its own or those of all modules."""
-    own = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(own) or bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,7 +6,6 @@ import functools
 import inspect
 import linecache
 import logging
-import math
 import os
 import textwrap
 import types
@@ -291,7 +290,3 @@ def is_never(function: Any) -> bool:
 
 def is_operator_module(function: Any) -> bool:
     return getattr(function, "__module__", None) in ("_operator", "operator")
-
-
-def is_math(function: Any) -> bool:
-    return getattr(function, "__module__", None) == "math" or function is math
