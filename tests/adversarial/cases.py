@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 
@@ -115,6 +116,21 @@ class Cases(list[Case]):
     def may_fuse(self, *groups: str, but: tuple[str, ...] = (), **options: Any) -> Callable:
         """Each of `groups` may be merged: it is so, or one of the reasons `but` is told."""
         return self.fuses(*groups, but=but, optional=True, **options)
+
+    def tests(self) -> tuple[Callable, Callable, Callable]:
+        """What a file ends with: `test_case, test_values, test_verdict = cases.tests()`."""
+
+        def test_case(case):
+            check_case(case)
+
+        def test_values(case):
+            check_values(case)
+
+        def test_verdict(case):
+            check_verdict(case)
+
+        each = pytest.mark.parametrize("case", self, ids=str)
+        return each(test_case), each(test_values), each(test_verdict)
 
     def _adding(self, fused: frozenset, reasons: tuple[str, ...], options: dict) -> Callable:
         def add(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

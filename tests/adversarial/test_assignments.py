@@ -2,15 +2,11 @@
 
 import contextlib
 
-import pytest
 import torch
 
 from tests.adversarial.cases import (
     Cases,
     Pair,
-    check_case,
-    check_values,
-    check_verdict,
     one,
     same,
     two,
@@ -672,16 +668,4 @@ class TwoValues(Pair):
         return self.v(y), self.o(y)
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()

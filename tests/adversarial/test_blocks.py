@@ -5,10 +5,9 @@ PYTEST_DONT_REWRITE: a forward with an assert would not be what the file says.
 
 import contextlib
 
-import pytest
 import torch
 
-from tests.adversarial.cases import Cases, Pair, check_case, check_values, check_verdict, one, same, two
+from tests.adversarial.cases import Cases, Pair, one, same, two
 
 cases = Cases()
 WRITTEN = ("input-written", "input-may-be-written")
@@ -636,16 +635,4 @@ class DoublesOnTheWayOutOfBoth(Pair):
         return q, k
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()

@@ -9,13 +9,12 @@ import math
 import operator
 import warnings
 
-import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.adversarial.cases import Cases, Pair, check_case, check_values, check_verdict
+from tests.adversarial.cases import Cases, Pair
 
 cases = Cases()
 WRITTEN = ("input-written", "input-may-be-written")
@@ -821,16 +820,4 @@ class SeedsBetween(Pair):
         return q + torch.randn(8), self.k(x)
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()

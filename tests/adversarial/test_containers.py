@@ -2,10 +2,9 @@
 
 import itertools
 
-import pytest
 import torch
 
-from tests.adversarial.cases import Cases, Pair, check_case, check_values, check_verdict, one, same, two
+from tests.adversarial.cases import Cases, Pair, one, same, two
 
 cases = Cases()
 WRITTEN = ("input-written", "input-may-be-written")
@@ -571,16 +570,4 @@ class FormatsAndSlices(Pair):
         return q, self.k(x), text
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()

@@ -5,11 +5,10 @@ PYTEST_DONT_REWRITE: a forward with an assert would not be what the file says.
 
 import contextlib
 
-import pytest
 import torch
 import torch.nn as nn
 
-from tests.adversarial.cases import Cases, Pair, check_case, check_values, check_verdict, two
+from tests.adversarial.cases import Cases, Pair, two
 
 cases = Cases()
 WRITTEN = ("input-written", "input-may-be-written")
@@ -419,16 +418,4 @@ class AutocastAroundBoth(Pair):
         return q, k
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()

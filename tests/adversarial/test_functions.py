@@ -2,11 +2,10 @@
 
 import functools
 
-import pytest
 import torch
 import torch.nn as nn
 
-from tests.adversarial.cases import Cases, Pair, check_case, check_values, check_verdict
+from tests.adversarial.cases import Cases, Pair
 
 cases = Cases()
 WRITTEN = ("input-written", "input-may-be-written")
@@ -481,16 +480,4 @@ class PartialHarmless(Pair):
         return q, self.k(x)
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()

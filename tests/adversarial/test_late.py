@@ -1,15 +1,14 @@
-"""Modules that the analysis lets through (state of main at 03:28): each must be refused.
+"""Forwards whose harm comes late, in an arm that no trace takes, out of something made before.
 
 PYTEST_DONT_REWRITE
 """
 
 import contextlib
 
-import pytest
 import torch
 from torch import nn
 
-from tests.adversarial.cases import Cases, Pair, check_case, check_values, check_verdict, one
+from tests.adversarial.cases import Cases, Pair, one
 
 cases = Cases()
 RIGHT = ("input-written", "input-may-be-written", "different-context", "module-escapes")
@@ -417,16 +416,4 @@ class NullNew(Pair):
         return q, self.k(h)
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
+test_case, test_values, test_verdict = cases.tests()

@@ -1,11 +1,10 @@
 """What the forward does with the outputs of its projections: a slice of a product is no tensor of its own."""
 
-import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from tests.adversarial.cases import Cases, Pair, check_case, check_values, check_verdict
+from tests.adversarial.cases import Cases, Pair
 
 cases = Cases()
 
@@ -434,16 +433,4 @@ class WritesTheOneThatNeedsNoGrad(Pair):
         return q * 1, F.relu(k)
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()

@@ -2,7 +2,6 @@
 
 import operator
 
-import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -10,9 +9,6 @@ import torch.nn.functional as F
 from tests.adversarial.cases import (
     Cases,
     Pair,
-    check_case,
-    check_values,
-    check_verdict,
     same,
     two,
     view_of_other,
@@ -665,16 +661,4 @@ class OutIntoFresh(Pair):
         return q, k, total
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()

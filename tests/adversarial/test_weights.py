@@ -1,10 +1,9 @@
 """The parts themselves: their weights written or replaced between the calls, and modules swapped."""
 
-import pytest
 import torch
 import torch.nn as nn
 
-from tests.adversarial.cases import Cases, Pair, check_case, check_values, check_verdict
+from tests.adversarial.cases import Cases, Pair
 
 cases = Cases()
 CHANGED = ("input-written", "input-may-be-written", "module-escapes", "tied")
@@ -371,16 +370,4 @@ class SetsItsMode(Pair):
         return q, self.k(x)
 
 
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_case(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_values(case):
-    check_values(case)
-
-
-@pytest.mark.parametrize("case", cases, ids=str)
-def test_verdict(case):
-    check_verdict(case)
+test_case, test_values, test_verdict = cases.tests()
