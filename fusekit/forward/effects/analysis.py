@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fusekit.forward.effects.calls import Effect, TooMuch, defaults_of, locals_of
-from fusekit.forward.effects.interpreter import Frame, Interpreter
+from fusekit.forward.effects.frames import Frame, defaults_of, locals_of
+from fusekit.forward.effects.interpreter import Interpreter
 from fusekit.forward.effects.known import cells_of
+from fusekit.forward.effects.notes import Effect, TooMuch
 from fusekit.forward.effects.rules import on
 from fusekit.forward.effects.values import (
     CONTAINER,

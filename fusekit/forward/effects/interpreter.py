@@ -7,12 +7,15 @@ stopped. Calls are followed into what they call (`calls`).
 
 import ast
 import builtins
+import sys
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from fusekit.forward.effects.calls import Arguments, Calls, TooMuch
+from fusekit.forward.effects.calls import Calls
+from fusekit.forward.effects.frames import Arguments, Frame, Loop
 from fusekit.forward.effects.known import is_harmless_manager, truth
+from fusekit.forward.effects.notes import TooMuch
 from fusekit.forward.effects.rules import on
 from fusekit.forward.effects.values import (
     ANY,
@@ -39,34 +42,6 @@ from fusekit.forward.effects.values import (
 from fusekit.forward.reads import MISSING
 
 ROUNDS = 30  # of a loop, until its state must have settled
-
-
-@dataclass
-class Loop:
-    breaks: State | None = None
-    continues: State | None = None
-
-
-@dataclass(eq=False)
-class Frame:
-    """One function that is being followed."""
-
-    number: int
-    tree: ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef
-    globals: dict[str, Any]
-    cells: dict[str, Any] = field(default_factory=dict)  # closure variables of a function that exists
-    outer: "Frame | None" = None  # of a nested function
-    is_forward: bool = False
-    class_name: str | None = None
-    home: type | None = None  # the class whose method it is, for `super()`
-    own: Any = None  # the object whose method it is
-    local: frozenset[str] = frozenset()
-    returned: list[Value] = field(default_factory=list)
-    yielded: list[Value] | None = None
-    exit: State | None = None
-    loops: list[Loop] = field(default_factory=list)
-    tries: list[list[State | None]] = field(default_factory=list)
-    has_closures: bool = False
 
 
 class Interpreter(Calls):
@@ -190,8 +165,6 @@ class Interpreter(Calls):
     do_Nonlocal = do_Global
 
     def do_Import(self, node: ast.Import | ast.ImportFrom, state: State, frame: Frame) -> State:
-        import sys
-
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.ImportFrom):

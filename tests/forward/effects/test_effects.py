@@ -345,9 +345,9 @@ def test_tokens_tell_whether_two_names_hold_one_value(follow):
 
 
 def test_a_forward_that_is_too_large_is_not_followed(follow, monkeypatch):
-    from fusekit.forward.effects import calls
+    from fusekit.forward.effects import notes
 
-    monkeypatch.setattr(calls, "WORK", 5)
+    monkeypatch.setattr(notes, "WORK", 5)
     assert "too large" in follow("h = x + 1\nreturn h + 1")[0].failed
 
 
