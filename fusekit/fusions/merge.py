@@ -260,34 +260,40 @@ def _match(view: ForwardView, nodes: list[fx.Node]) -> Match:
     fusion, ordered = role(view.trace, nodes)
     calls, argument, proof = _prove(view, ordered)
     storage, insertion, names = merged_line(view, fusion, ordered, ast.Name(argument), proof)
+    twins = list(_twins(view, ordered, calls))
     edits = [insertion]
-    for call, name in zip(calls, names, strict=True):
-        # One that is called only on some way is run where it stands whenever the parts run apart; so are
-        # all, where the proof leans on settings that may change.
-        text = name
-        if call in proof.in_arms or proof.settings:
-            text = f"{view.text(call)} if {name} is None else {name}"
-            text = text if view.stands_alone(call) else f"({text})"
-        edits.append(Edit(Span.of(call), text))
-    proofs = [proof]
-    for twins, other in _twins(view, ordered, calls) if not proof.settings else ():
-        if other.settings:
-            continue
-        edits.append(_line_before(view, other.statement, storage, names, ast.Name(_argument(twins))))
-        edits += [Edit(Span.of(call), name) for call, name in zip(twins, names, strict=True)]
-        proofs.append(other)
-    in_place = set(calls) if proof.settings else proof.in_arms
-    sometimes = {str(node.target) for node, call in zip(ordered, calls, strict=True) if call in in_place}
+    for other, at in twins:
+        edits.append(_line_before(view, at.statement, storage, names, ast.Name(_argument(other))))
+    groups = [calls, *(other for other, _ in twins)]
+    proofs = [proof, *(at for _, at in twins)]
+    settings = tuple(sorted({setting for one in proofs for setting in one.settings}))
+    # Whenever the parts run apart, one that is called only on some way runs where it stands. So do all where
+    # the proof leans on settings that may change, or where not every way calls them in one order.
+    in_place = bool(settings) or len({_sequence(group) for group in groups}) > 1
+    sometimes = {index for index, call in enumerate(calls) if in_place or call in proof.in_arms}
+    for group in groups:
+        for index, (call, name) in enumerate(zip(group, names, strict=True)):
+            text = name
+            if index in sometimes:
+                text = f"{view.text(call)} if {name} is None else {name}"
+                text = text if view.stands_alone(call) else f"({text})"
+            edits.append(Edit(Span.of(call), text))
+    left_out = {str(ordered[index].target) for index in sometimes}
     return Match(
         fusion,
         tuple(str(node.target) for node in ordered),
         tuple(sorted(edits)),
         min(call.lineno for call in calls),
         storage=storage,
-        order=tuple(path for path in order_of(view, ordered) if path not in sometimes),
+        order=tuple(path for path in order_of(view, ordered) if path not in left_out),
         called=frozenset().union(*(one.called for one in proofs)),
-        settings=proof.settings,
+        settings=settings,
     )
+
+
+def _sequence(calls: list[ast.Call]) -> tuple[int, ...]:
+    """The numbers of calls in the order in which they are evaluated."""
+    return tuple(sorted(range(len(calls)), key=lambda index: (calls[index].lineno, calls[index].col_offset)))
 
 
 def _twins(

@@ -1,5 +1,7 @@
 """Which siblings are merged, in what role, and what is said of those left out."""
 
+import copy
+import functools
 import inspect
 import operator
 
@@ -621,3 +623,68 @@ def test_a_part_that_is_called_by_keyword_is_named():
     (refusal,) = plan.refusals
     assert not plan.sites and (refusal.reason, refusal.parts) == ("module-escapes", ("q", "k"))
     assert "q is called as self.q(input=x)" in refusal.message and refusal.line
+
+
+# -- the same parts in other arms, which the trace did not come by -------------------------------
+
+
+class Arms(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.flag = nn.Linear(8, 8), nn.Linear(8, 8), True
+
+
+class InEachArm(Arms):
+    def forward(self, x, y=None):
+        if y is None:
+            q = self.q(x)
+            k = self.k(x)
+        else:
+            q = self.q(y)
+            k = self.k(y) * 2
+        return q * 1, k * 1
+
+
+class InAnotherOrder(Arms):
+    def forward(self, x, y=None):
+        if y is None:
+            q = self.q(x)
+            k = self.k(x)
+        else:
+            k = self.k(y)
+            q = self.q(y)
+        return q * 1, k * 1
+
+
+class SometimesInTheFirst(Arms):
+    def forward(self, x, y=None):
+        if y is None:
+            q = self.q(x)
+            if self.flag:
+                k = self.k(x)
+            else:
+                k = q
+        else:
+            q = self.q(y)
+            k = self.k(y)
+        return q * 1, k * 1
+
+
+@pytest.mark.parametrize("cls", [InEachArm, InAnotherOrder, SometimesInTheFirst])
+@pytest.mark.parametrize("hooked", [(), ("q",), ("q", "k")])
+def test_each_arm_merges_for_itself_and_runs_its_parts_in_its_order(cls, hooked):
+    unfused = cls()
+    fused = copy.deepcopy(unfused)
+    fk.fuse(fused)
+    assert str(fk.plan(unfused).sites[0].diff).count("self.merged_q_k(") == 2
+    called = {}
+    for module in (unfused, fused):
+        called[module] = []
+        for name in hooked:  # put on after fusing: the parts run apart
+            hook = functools.partial(lambda calls, name, *_: calls.append(name), called[module], name)
+            getattr(module, name).register_forward_hook(hook)
+    x, y = torch.randn(2, 8), torch.randn(2, 8)
+    for inputs in ((x,), (x, y)):
+        for wanted, found in zip(unfused(*inputs), fused(*inputs), strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert called[fused] == called[unfused]
